@@ -1,0 +1,240 @@
+"""The jitted steps: prefill a chunk, decode a round. Pure functions on arrays, for people who bring their own loop.
+
+A round is one donated jit around a ``lax.while_loop``: token -> forward -> attend -> sample. How many steps it takes is a
+traced argument, as are tables, lengths and positions, so nothing recompiles when they change.
+
+    pool = KVPool.create(model, cache)
+    pool, logits = prefill_chunk(weights, pool, chunk, config=model)            # until the prompt is in
+    pool, rows, out = decode_round(weights, pool, rows, steps, config=model)    # until the rows end
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+import pallas_kernels
+from jaxkv import model, sampling
+from jaxkv.config import CacheConfig, ModelConfig
+from jaxkv.dims import Array, Bool, Float, Int
+from jaxkv.pool import KVPool
+from jaxkv.sampling import Sampling
+
+
+@struct.dataclass
+class Chunk:
+    """The next tokens of B prompts, left-aligned and padded to T."""
+
+    tokens: Int[Array, "B T"]
+    count: Int[Array, "B"]
+    """How many of the T tokens are real; 0 for a row that nobody uses."""
+    table: Int[Array, "B M"]
+    """Blocks of each row, those that this chunk fills included; padded with 0."""
+    length: Int[Array, "B"]
+    """Slots that the row holds before this chunk."""
+    position: Int[Array, "B"]
+    """RoPE position of the chunk's first token."""
+    sampling: Sampling
+
+    @classmethod
+    def idle(cls, cache: CacheConfig) -> Chunk:
+        """Return NumPy arrays of a chunk without a token."""
+        rows = cache.prefill_rows
+        return cls(
+            tokens=np.zeros((rows, cache.prefill_chunk), np.int32),
+            count=np.zeros(rows, np.int32),
+            table=np.zeros((rows, cache.table_width), np.int32),
+            length=np.zeros(rows, np.int32),
+            position=np.zeros(rows, np.int32),
+            sampling=Sampling.idle(rows),
+        )
+
+
+@struct.dataclass
+class Rows:
+    """What B decoding rows are at: everything the next step needs but the pool."""
+
+    token: Int[Array, "B"]
+    """The row's newest token, whose K and V are not computed yet."""
+    table: Int[Array, "B M"]
+    """Blocks of each row, with room for the steps to come; padded with 0."""
+    length: Int[Array, "B"]
+    """Slots held. The newest token is written to slot ``length``."""
+    position: Int[Array, "B"]
+    """RoPE position of the newest token."""
+    active: Bool[Array, "B"]
+    """Whether the row decodes. A row that does not writes to the null block."""
+    sampling: Sampling
+
+    @classmethod
+    def idle(cls, cache: CacheConfig) -> Rows:
+        """Return NumPy arrays of rows that nobody uses."""
+        rows = cache.rows
+        return cls(
+            token=np.zeros(rows, np.int32),
+            table=np.zeros((rows, cache.table_width), np.int32),
+            length=np.zeros(rows, np.int32),
+            position=np.zeros(rows, np.int32),
+            active=np.zeros(rows, bool),
+            sampling=Sampling.idle(rows),
+        )
+
+
+@struct.dataclass
+class RoundOutput:
+    """What a round generated. ``tokens[b, :count[b]]`` are row b's, a stop token that ended it included."""
+
+    tokens: Int[Array, "B R"]
+    logprobs: Float[Array, "B R"]
+    count: Int[Array, "B"]
+
+
+def paged_attend(
+    table: Int[Array, "B M"],
+    slots: Int[Array, "B T"],
+    implementation: pallas_kernels.Implementation | None = None,
+) -> model.Attend[KVPool]:
+    """Return the attention callback that writes each token to its slot of the pool and attends up to it.
+
+    Args:
+      table: blocks of each row.
+      slots: the slot of every token in its row; -1 is padding, written to the null block and given zeros.
+      implementation: as for ``pallas_kernels.attend``.
+    """
+
+    def attend(pool: KVPool, layer: int, heads: model.Heads) -> tuple[KVPool, Array]:
+        real = slots >= 0
+        index = jnp.where(real, slots, 0)
+        block = jnp.take_along_axis(table, index // pool.block_size, axis=1, mode="clip")
+        q, k = heads.rotated()
+        pool = pool.write(layer, k, heads.v, jnp.where(real, block, 0), index % pool.block_size)
+        out = pallas_kernels.attend(q, pool.k[layer], pool.v[layer], table, slots, implementation=implementation)
+        return pool, out
+
+    return attend
+
+
+@functools.partial(jax.jit, static_argnames=("config", "implementation"), donate_argnames=("pool",))
+def prefill_chunk(
+    weights: model.Weights,
+    pool: KVPool,
+    chunk: Chunk,
+    *,
+    config: ModelConfig,
+    implementation: pallas_kernels.Implementation | None = None,
+) -> tuple[KVPool, Float[Array, "B V"]]:
+    """Put a chunk of each prompt into the pool.
+
+    Args:
+      weights: the model's weights.
+      pool: donated.
+      chunk: B rows of up to T tokens. Rows may be ragged; no two may share a block that is written.
+      config: the model's shapes (static).
+      implementation: as for ``pallas_kernels.attend`` (static).
+
+    Returns:
+      The pool, and the logits that follow each row's last real token, float32 ``[B, V]``.
+    """
+    return _prefill(weights, pool, chunk, config, implementation)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "implementation"), donate_argnames=("pool",))
+def prefill_sample(
+    weights: model.Weights,
+    pool: KVPool,
+    chunk: Chunk,
+    *,
+    config: ModelConfig,
+    implementation: pallas_kernels.Implementation | None = None,
+) -> tuple[KVPool, Int[Array, "B"], Float[Array, "B"]]:
+    """Do as ``prefill_chunk`` does and draw each row's next token; return it with its log probability."""
+    pool, logits = _prefill(weights, pool, chunk, config, implementation)
+    return pool, *sampling.sample(logits, chunk.sampling)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "max_steps", "implementation"), donate_argnames=("pool",))
+def decode_round(
+    weights: model.Weights,
+    pool: KVPool,
+    rows: Rows,
+    steps: Int[Array, ""],
+    *,
+    config: ModelConfig,
+    max_steps: int = 32,
+    implementation: pallas_kernels.Implementation | None = None,
+) -> tuple[KVPool, Rows, RoundOutput]:
+    """Decode ``min(steps, max_steps)`` tokens a row, or until every row has drawn a stop token.
+
+    Args:
+      weights: the model's weights.
+      pool: donated.
+      rows: B rows. A row's table must have room for ``length + steps`` slots.
+      steps: a traced int32 scalar.
+      config: the model's shapes (static).
+      max_steps: R, the width of the output (static).
+      implementation: as for ``pallas_kernels.attend`` (static).
+
+    Returns:
+      The pool, the rows after the round, and its tokens. A row whose token was a stop token is no longer active,
+      and that token's K and V are not in the pool.
+    """
+    width = rows.token.shape[0]
+    out = RoundOutput(
+        tokens=jnp.zeros((width, max_steps), jnp.int32),
+        logprobs=jnp.zeros((width, max_steps), jnp.float32),
+        count=jnp.zeros(width, jnp.int32),
+    )
+
+    def going(carry: tuple[Any, ...]) -> Array:
+        step, _, rows, _ = carry
+        return (step < jnp.minimum(steps, max_steps)) & jnp.any(rows.active)
+
+    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        step, pool, rows, out = carry
+        pool, logits = _decode_step(weights, pool, rows, config, implementation)
+        tokens, logprobs = sampling.sample(logits, rows.sampling)
+        out = out.replace(
+            tokens=out.tokens.at[:, step].set(jnp.where(rows.active, tokens, 0)),
+            logprobs=out.logprobs.at[:, step].set(jnp.where(rows.active, logprobs, 0)),
+            count=out.count + rows.active,
+        )
+        return step + 1, pool, _advanced(rows, tokens), out
+
+    _, pool, rows, out = lax.while_loop(going, body, (jnp.int32(0), pool, rows, out))
+    return pool, rows, out
+
+
+def _prefill(weights: Any, pool: KVPool, chunk: Chunk, config: ModelConfig, implementation: Any) -> Any:
+    steps = jnp.arange(chunk.tokens.shape[1])
+    real = steps < chunk.count[:, None]
+    slots = jnp.where(real, chunk.length[:, None] + steps, -1)
+    attend = paged_attend(chunk.table, slots, implementation)
+    positions = chunk.position[:, None] + steps
+    pool, hidden = model.forward(weights, config, chunk.tokens, positions, attend, pool)
+    last = jnp.maximum(chunk.count - 1, 0)
+    hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    return pool, model.logits(weights, hidden)
+
+
+def _decode_step(weights: Any, pool: KVPool, rows: Rows, config: ModelConfig, implementation: Any) -> Any:
+    slots = jnp.where(rows.active, rows.length, -1)[:, None]
+    attend = paged_attend(rows.table, slots, implementation)
+    pool, hidden = model.forward(weights, config, rows.token[:, None], rows.position[:, None], attend, pool)
+    return pool, model.logits(weights, hidden[:, 0])
+
+
+def _advanced(rows: Rows, tokens: Int[Array, "B"]) -> Rows:
+    grown = rows.active.astype(jnp.int32)
+    return rows.replace(  # type: ignore[attr-defined]
+        token=jnp.where(rows.active, tokens, rows.token),
+        length=rows.length + grown,
+        position=rows.position + grown,
+        active=rows.active & ~rows.sampling.is_stop(tokens),
+        sampling=rows.sampling.replace(generated=rows.sampling.generated + grown),  # type: ignore[attr-defined]
+    )

@@ -1,0 +1,119 @@
+"""Plain XLA semantics of every attention entry: what the kernels are tested against, and what CPUs run.
+
+Keys are taken in tiles of a fixed number of slots and merged in order by an online softmax (arXiv 2112.05682). A tile
+that is masked throughout changes no bit of the carry, so the result of a row depends on that row alone: not on the
+width of the table and not on how long its neighbours are, though all rows walk the tiles together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+TILE_SLOTS = 256
+"""Slots of a tile: 16 blocks of 16. On XLA:CPU a gather of that size stays in the second-level cache."""
+
+_LOWEST = -1e30
+"""The running maximum of a row that has seen no key. It is finite, so that no inf - inf can make a NaN."""
+
+
+def attend(
+    q: Float[Array, "B T H D"],
+    k_pages: Float[Array, "N K P D"],
+    v_pages: Float[Array, "N K P D"],
+    block_table: Int[Array, "B M"],
+    query_slots: Int[Array, "B T"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink_logits: Float[Array, "H"] | None = None,
+    k_scale: Float[Array, "N K P"] | None = None,
+    v_scale: Float[Array, "N K P"] | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """See ``pallas_kernels.attend``."""
+    rows, queries, heads, dim = q.shape
+    kv_heads, block = k_pages.shape[1], k_pages.shape[2]
+    groups = heads // kv_heads
+    tile = _Tile(block_table, kv_heads, block)
+    # Queries of one KV head lie together, [B*K, T*G, D]: one batched product a tile serves them all.
+    x = q.reshape(rows, queries, kv_heads, groups, dim).transpose(0, 2, 1, 3, 4)
+    x = x.reshape(rows * kv_heads, queries * groups, dim).astype(k_pages.dtype)
+    own = jnp.repeat(jnp.repeat(query_slots, groups, axis=1), kv_heads, axis=0)[:, :, None]
+    newest = jnp.max(query_slots, axis=1)
+    limit = jnp.repeat(newest, kv_heads)[:, None]
+
+    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        index, top, total, out = carry
+        slots = index * tile.slots + jnp.arange(tile.slots)
+        k, v = tile.gather(k_pages, index), tile.gather(v_pages, index)
+        logits = _product(x, k, "rqd,rsd->rqs") * scale
+        if k_scale is not None:
+            logits = logits * tile.gather(k_scale, index)[:, None, :]
+        if softcap is not None:
+            logits = softcap * jnp.tanh(logits / softcap)
+        seen = slots <= own
+        if window is not None:
+            seen &= slots > own - window
+        logits = jnp.where(seen, logits, -jnp.inf)
+        # A slot past the newest query is free or foreign: its value may be NaN, and 0 * NaN is NaN.
+        v = jnp.where((slots <= limit)[..., None], v, 0)
+        higher = jnp.maximum(top, jnp.max(logits, axis=-1))
+        weight = jnp.exp(logits - higher[..., None])
+        fade = jnp.exp(top - higher)
+        total = total * fade + jnp.sum(weight, axis=-1)
+        if v_scale is not None:
+            value_scale = jnp.where(slots <= limit, tile.gather(v_scale, index), 0)
+            weight = weight * value_scale[:, None, :]
+        return index + 1, higher, total, out * fade[..., None] + _product(weight, v, "rqs,rsd->rqd")
+
+    shape = (rows * kv_heads, queries * groups)
+    top, total = jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32)
+    if sink_logits is not None:
+        # A sink is one more key with this logit and no value (arXiv 2309.17453; GPT-OSS).
+        sinks = sink_logits.astype(jnp.float32).reshape(kv_heads, 1, groups)
+        top = jnp.broadcast_to(sinks, (rows, kv_heads, queries, groups)).reshape(shape)
+        total = jnp.ones(shape, jnp.float32)
+    out = jnp.zeros((*shape, dim), jnp.float32)
+    tiles = (jnp.max(newest) + tile.slots) // tile.slots
+    carry = lax.while_loop(lambda c: c[0] < tiles, body, (jnp.int32(0), top, total, out))
+    _, top, total, out = carry
+    out = out / jnp.where(total > 0, total, 1)[..., None]
+
+    def back(y: Array) -> Array:
+        y = y.reshape(rows, kv_heads, queries, groups, *y.shape[2:])
+        return jnp.moveaxis(y, 1, 2).reshape(rows, queries, heads, *y.shape[4:])
+
+    out = back(out).astype(q.dtype)
+    if not return_lse:
+        return out
+    return out, back(jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf))
+
+
+class _Tile:
+    """Gathers the pages of one tile of every row, heads before slots."""
+
+    def __init__(self, block_table: Int[Array, "B M"], kv_heads: int, block: int) -> None:
+        self.blocks = max(1, TILE_SLOTS // block)
+        self.slots = self.blocks * block
+        self.kv_heads = kv_heads
+        width = block_table.shape[1]
+        # Block 0 is the null block, so a table may be padded with it: nothing reads it unmasked.
+        self.table = jnp.pad(block_table, ((0, 0), (0, -width % self.blocks)))
+
+    def gather(self, pages: Array, index: Array) -> Array:
+        """Return ``[B*K, slots, ...]`` of pages ``[N, K, P, ...]`` at tile ``index``."""
+        blocks = lax.dynamic_slice_in_dim(self.table, index * self.blocks, self.blocks, axis=1)
+        heads = jnp.arange(self.kv_heads)
+        flat = blocks[:, None, :] * self.kv_heads + heads[None, :, None]
+        out = jnp.take(pages.reshape(-1, *pages.shape[2:]), flat, axis=0, mode="clip")
+        return out.reshape(flat.shape[0] * self.kv_heads, self.slots, *pages.shape[3:])
+
+
+def _product(left: Array, right: Array, spec: str) -> Array:
+    """Batched product with a float32 result. ``left`` takes the pages' dtype, so that no page is converted."""
+    return jnp.einsum(spec, left.astype(right.dtype), right, preferred_element_type=jnp.float32)
