@@ -1,0 +1,258 @@
+"""``python -m jaxkv.generate``: complete prompts from a paged pool."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxkv import cli
+
+if TYPE_CHECKING:
+    from jaxkv.llm import LLM, Completion, Delta, Prompt
+    from jaxkv.sampling import SamplingParams
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_PER_REQUEST = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
+"""What a line of a JSONL file may set for its own request."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxkv.generate",
+        description="Complete prompts with a model that decodes from a paged KV pool. Text goes to stdout, reports to stderr.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("what to complete").add_argument
+    add("--model", help="folder with safetensors, .gguf file or hub id (default: the demo model, SmolLM2-135M-Instruct)")
+    add("--prompt", "-p", action="append", metavar="TEXT", help="a prompt; repeat for a batch; - reads stdin")
+    add("--prompts-file", metavar="FILE", help="prompts one a line, or JSONL objects with prompt or messages")
+    add("--system-prompt", metavar="TEXT", help="the chat's system message")
+    add("--raw", "--ignore-chat-template", action="store_true", help="tokenise prompts as they are, without a chat template")
+    add = parser.add_argument_group("how to sample").add_argument
+    add("--max-tokens", "--max-new-tokens", "-m", type=int, default=256, metavar="N", help="default: %(default)s")
+    add("--temperature", "--temp", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
+    add("--top-p", type=float, default=1.0, metavar="X")
+    add("--top-k", type=int, default=0, metavar="N", help="0 keeps all (default)")
+    add("--min-p", type=float, default=0.0, metavar="X")
+    add("--seed", type=int, default=0, metavar="N", help="of the first prompt; each further one has the next number")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable")
+    add("--ignore-eos", action="store_true", help="go on after the model's end-of-text tokens")
+    add("--logprobs", action="store_true", help="report the tokens' log probabilities: each with --json, else their mean")
+    add = parser.add_argument_group("the engine").add_argument
+    add("--rows", "--max-num-seqs", type=int, metavar="N", help="requests that decode at once (default: as given, up to 8)")
+    add("--block-size", type=int, default=16, metavar="N", help="token slots in a block (default: %(default)s)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--pool-blocks", type=int, metavar="N", help="the pool's size in blocks")
+    size.add_argument("--pool-memory", metavar="SIZE", help="the pool's size, as 512M or 2G")
+    add("--prefill-chunk", type=int, metavar="N", help="prompt tokens a call takes (default: 128 on a CPU, else 512)")
+    add("--context", "--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer (default: the model's)")
+    add("--dtype", choices=DTYPES, default="auto", help="of the weights (default: float32 on a CPU, else bfloat16)")
+    add("--kv-dtype", choices=DTYPES, default="auto", help="of the pool (default: float32 on a CPU, else the weights')")
+    add("--implementation", metavar="NAME", help="kernels: xla, triton, mosaic_gpu or mosaic_tpu (default: by platform)")
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="one JSON object a request on stdout, and nothing else there")
+    add("--quiet", "-q", action="store_true", help="no report and no progress on stderr")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    args = parser().parse_args(argv)
+    return cli.run(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> None:
+    prompts, overrides = _prompts(args)
+    params = _params(args, overrides)
+    from jaxkv import sizing
+    from jaxkv.llm import LLM
+
+    memory = None if args.pool_memory is None else sizing.parse_bytes(args.pool_memory)
+    cli.keep_compiled_programs()
+    progress = cli.Progress(not args.quiet)
+    try:
+        progress.say("loading the model")
+        llm = LLM(
+            args.model,
+            dtype=_dtype(args.dtype),
+            kv_dtype=_dtype(args.kv_dtype),
+            rows=args.rows,
+            block_size=args.block_size,
+            pool_blocks=args.pool_blocks,
+            pool_memory=memory,
+            prefill_chunk=args.prefill_chunk,
+            context=args.context,
+            implementation=args.implementation,
+        )
+        if llm.context > llm.config.context and not args.quiet:
+            print(
+                f"note: --context {llm.context} is beyond the {llm.config.context} tokens that the model was made for",
+                file=sys.stderr,
+            )
+        progress.say("compiling")
+        stream = llm.stream(prompts, params, raw=args.raw, system_prompt=args.system_prompt)
+        try:
+            show = _show_json if args.json else _show_text
+            completions = show(stream, progress, len(prompts))
+        finally:
+            stream.close()
+    finally:
+        progress.close()
+    if not args.quiet:
+        _report(completions, llm, args.json)
+
+
+# -- input -------------------------------------------------------------------------------------------------------------
+
+
+def _prompts(args: argparse.Namespace) -> tuple[list[Prompt], list[dict[str, Any]]]:
+    """Return the prompts and what each one sets for itself."""
+    prompts: list[Any] = [sys.stdin.read() if text == "-" else text for text in args.prompt or []]
+    overrides: list[dict[str, Any]] = [{} for _ in prompts]
+    if args.prompts_file is not None:
+        lines = Path(args.prompts_file).read_text(encoding="utf-8").splitlines()
+        is_json = Path(args.prompts_file).suffix in (".jsonl", ".ndjson") or (lines and lines[0].lstrip().startswith("{"))
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                prompt, own = _json_line(line, f"{args.prompts_file}:{number}") if is_json else (line, {})
+                prompts.append(prompt)
+                overrides.append(own)
+    if not prompts:
+        raise ValueError("there is no prompt; give --prompt TEXT (- reads stdin) or --prompts-file FILE")
+    return prompts, overrides
+
+
+def _json_line(line: str, where: str) -> tuple[Prompt, dict[str, Any]]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+    if isinstance(value, str):
+        return value, {}
+    if not isinstance(value, dict) or ("prompt" in value) == ("messages" in value):
+        raise ValueError(f"{where} must be a string, or an object with either prompt or messages")
+    prompt = value.pop("prompt", None) or value.pop("messages", None)
+    if not _is_prompt(prompt):
+        raise ValueError(f"{where}: the prompt must be a text, a list of token ids, or a list of messages with role and content")
+    unknown = sorted(set(value) - set(_PER_REQUEST))
+    if unknown:
+        raise ValueError(f"{where} has {', '.join(unknown)}; besides the prompt a line may set {', '.join(_PER_REQUEST)}")
+    return prompt, value
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, str):
+        return True
+    if not isinstance(value, list) or not value:
+        return False
+    messages = all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value)
+    return messages or all(type(token) is int for token in value)
+
+
+def _params(args: argparse.Namespace, overrides: list[dict[str, Any]]) -> list[SamplingParams]:
+    from jaxkv.sampling import SamplingParams
+
+    common = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
+        logprobs=args.logprobs,
+    )
+    seeds = [{"seed": (common.seed + index) % 2**32} for index in range(len(overrides))]
+    try:
+        return [dataclasses.replace(common, **{**seed, **own}) for seed, own in zip(seeds, overrides, strict=True)]
+    except TypeError as error:
+        raise ValueError(f"a line of the prompts file sets a value of the wrong type: {error}") from None
+
+
+def _dtype(name: str) -> str | None:
+    return None if name == "auto" else name
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def _show_text(stream: Any, progress: cli.Progress, count: int) -> list[Completion]:
+    """Print texts in the order of the prompts: the first that is not done streams, those behind it wait for their turn."""
+    texts = [""] * count
+    done: list[Completion | None] = [None] * count
+    turn, begun = 0, False
+    for delta in stream:
+        texts[delta.index] += delta.text
+        done[delta.index] = delta.completion or done[delta.index]
+        while turn < count and (texts[turn] or done[turn] is not None):
+            progress.close()
+            if count > 1 and not begun:
+                print(f"--- {turn + 1} of {count} ---")
+            print(texts[turn], end="", flush=True)
+            texts[turn], begun = "", True
+            if done[turn] is None:
+                break
+            print(flush=True)
+            turn, begun = turn + 1, False
+    return [completion for completion in done if completion is not None]
+
+
+def _show_json(stream: Any, progress: cli.Progress, count: int) -> list[Completion]:
+    """Print a line a request, in the order of the prompts, each as soon as those before it are out."""
+    waiting: dict[int, Any] = {}
+    completions: list[Completion] = []
+    tokens = 0
+    for delta in stream:
+        tokens += len(delta.token_ids)
+        if delta.completion is not None:
+            waiting[delta.index] = delta.completion
+        while len(completions) in waiting:
+            completions.append(waiting[len(completions)])
+            print(json.dumps(completions[-1].to_json(), ensure_ascii=False), flush=True)
+        progress.say(f"{len(completions)} of {count} requests, {tokens} tokens")
+    return completions
+
+
+def _report(completions: list[Completion], llm: LLM, as_json: bool) -> None:
+    for number, done in enumerate(completions, 1):
+        name = f"[{number}] " if len(completions) > 1 else ""
+        if done.reached_context:
+            print(
+                f"{name}ended at the context of {llm.context} tokens; --context N raises it, at your risk",
+                file=sys.stderr,
+            )
+        if not as_json:
+            print(name + _footer(done), file=sys.stderr)
+    if not as_json and completions:
+        last = completions[0]
+        print(
+            f"pool: {last.pool_blocks} blocks of {last.block_size} slots, {last.pool_bytes / 2**20:.1f} MiB; "
+            f"{last.model}; attention: {last.implementation}; loaded in {llm.load_seconds:.1f} s, "
+            f"compiled in {last.compile_seconds:.1f} s",
+            file=sys.stderr,
+        )
+
+
+def _footer(done: Completion) -> str:
+    # The first token comes out of prefill.
+    decoded = done.generated_tokens - 1
+    speed = f"{decoded / done.decode_seconds:.1f} tokens/s" if decoded and done.decode_seconds else "no decode step"
+    prefill = f"{done.prompt_tokens / done.prefill_seconds:.1f} tokens/s" if done.prefill_seconds else "not started"
+    text = (
+        f"prompt: {done.prompt_tokens} tokens, {prefill}; generated: {done.generated_tokens} tokens, {speed}; "
+        f"blocks: {done.blocks_now} at the end, {done.blocks_peak} at the peak; finish: {done.finish_reason}"
+    )
+    if done.logprobs:
+        text += f"; mean log probability: {sum(done.logprobs) / len(done.logprobs):.3f}"
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,352 @@
+"""``LLM``: a model, its tokenizer and an engine that fits the requests it is given."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from jaxkv import sizing, weights
+from jaxkv.config import CacheConfig, ModelConfig
+from jaxkv.dims import ceil_div
+from jaxkv.engine import Engine
+from jaxkv.pool import block_bytes
+from jaxkv.request import Event, Report, Request, RequestError
+from jaxkv.sampling import SamplingParams
+from jaxkv.text import TextStream
+from jaxkv.tokenizer import Tokenizer
+from jaxkv.weights.gguf_metadata import read_metadata
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""A text, token ids, or the messages of a chat."""
+
+MOST_ROWS = 8
+"""Rows of an engine whose size nobody chose."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A finished request. Its fields are those of the command's ``--json``, and their names stay.
+
+    Seconds of prefill and decoding are those of the calls that the request took part in; neighbours share them, and compilation
+    is in neither. ``blocks_now`` is what it held when it finished, before release.
+    """
+
+    prompt: str | list[int] | list[dict[str, str]]
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    generated_tokens: int
+    position: int
+    length: int
+    seed: int
+    queued_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    compile_seconds: float
+    blocks_now: int
+    blocks_peak: int
+    block_size: int
+    pool_blocks: int
+    pool_bytes: int
+    model: str
+    implementation: str
+    reached_context: bool = False
+    logprobs: list[float] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields for ``json.dumps``; ``logprobs`` is there when they were asked for."""
+        fields = dataclasses.asdict(self)
+        if self.logprobs is None:
+            del fields["logprobs"]
+        return fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """A piece of a stream: what request ``index`` has new, and its completion when it has ended."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    completion: Completion | None = None
+
+
+class LLM:
+    """A model that completes prompts.
+
+    Args:
+      model: a folder with config.json and safetensors, a ``.gguf`` file, a hub id, or None: the demo model.
+      dtype: of the weights; None is float32 on a CPU and bfloat16 elsewhere.
+      kv_dtype: of the pool; None is float32 on a CPU and the weights' elsewhere.
+      rows: requests that decode at once; None is as many as are given, up to 8.
+      block_size: slots in a block.
+      pool_blocks: the pool's size in blocks; None leaves it to ``pool_memory``.
+      pool_memory: the pool's size in bytes, at most; None is what the requests need, up to half of the free host memory, or
+        85 % of the free memory of an accelerator less temporaries.
+      prefill_chunk: tokens of a prompt that one call takes; None is 128 on a CPU and 512 elsewhere.
+      context: most tokens of prompt and answer; None is the model's own. More is at the caller's risk.
+      implementation: as for ``pallas_kernels.attend``.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        dtype: str | None = None,
+        kv_dtype: str | None = None,
+        rows: int | None = None,
+        block_size: int = 16,
+        pool_blocks: int | None = None,
+        pool_memory: int | None = None,
+        prefill_chunk: int | None = None,
+        context: int | None = None,
+        implementation: pallas_kernels.Implementation | None = None,
+    ) -> None:
+        if pool_blocks is not None and pool_memory is not None:
+            raise ValueError(f"pool_blocks={pool_blocks} and pool_memory={pool_memory} both size the pool; give one")
+        on_cpu = jax.default_backend() == "cpu"
+        dtype = dtype or ("float32" if on_cpu else "bfloat16")
+        # Everything that can be refused is refused before gigabytes are read.
+        self._shape = CacheConfig(
+            blocks=1 if pool_blocks is None else pool_blocks,
+            context=1 if context is None else context,
+            block_size=block_size,
+            dtype=kv_dtype or ("float32" if on_cpu else dtype),
+            rows=1 if rows is None else rows,
+            prefill_chunk=(128 if on_cpu else 512) if prefill_chunk is None else prefill_chunk,
+        )
+        pallas_kernels.candidates(implementation)
+        self._rows, self._pool_blocks, self._pool_memory = rows, pool_blocks, pool_memory
+        self.implementation = implementation
+        path = weights.locate(model)
+        start = time.perf_counter()
+        self.config, self._weights = weights.load(path, jnp.dtype(dtype))
+        self.tokenizer = _tokenizer(path)
+        self.load_seconds = time.perf_counter() - start
+        self._shape = dataclasses.replace(self._shape, context=context or self.config.context)
+        self._engine: Engine | None = None
+        self._compile_seconds = 0.0
+        self._busy = False
+
+    @property
+    def context(self) -> int:
+        """Most tokens of prompt and answer."""
+        return self._shape.context
+
+    def encode(self, prompt: Prompt, *, raw: bool = False, system_prompt: str | None = None) -> list[int]:
+        """Return the token ids of a prompt.
+
+        A text is one user message of a chat, after ``system_prompt``, unless ``raw``; then it is tokenised as it is.
+        """
+        if isinstance(prompt, str):
+            if raw:
+                if system_prompt is not None:
+                    raise RequestError("a raw prompt has no place for a system prompt; write it into the prompt")
+                return self.tokenizer.encode(prompt)
+            system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+            return self.tokenizer.encode_chat([*system, {"role": "user", "content": prompt}])
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+        return [int(token) for token in prompt]  # type: ignore[call-overload]
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        *,
+        raw: bool = False,
+        system_prompt: str | None = None,
+    ) -> list[Completion]:
+        """Complete prompts and return them in order.
+
+        Args:
+          prompts: a list of prompts, or one text.
+          params: for all prompts, or one for each.
+          raw: tokenise texts as they are, without the chat template.
+          system_prompt: put before each text as the chat's system message.
+
+        Raises:
+          RequestError: a prompt can never be served; none was started.
+        """
+        deltas = self._start(prompts, params, raw, system_prompt, round_steps=None)
+        done = {delta.index: delta.completion for delta in deltas if delta.completion is not None}
+        return [done[index] for index in sorted(done)]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        *,
+        raw: bool = False,
+        system_prompt: str | None = None,
+    ) -> Iterator[Delta]:
+        """Do as ``generate`` does, but yield text as it is made.
+
+        What can be refused is refused here, before the first piece is asked for. Closing the iterator cancels what has not ended.
+        """
+        return self._start(prompts, params, raw, system_prompt, round_steps=8)
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def _start(
+        self, prompts: Any, params: Any, raw: bool, system_prompt: str | None, round_steps: int | None
+    ) -> Iterator[Delta]:
+        if self._busy:
+            raise RuntimeError("another stream of this LLM is still open; read it to its end or close it first")
+        sources = [prompts] if isinstance(prompts, str) else list(prompts)
+        every = [params] * len(sources) if isinstance(params, SamplingParams) else list(params)
+        if len(every) != len(sources):
+            raise ValueError(f"{len(every)} sampling params were given for {len(sources)} prompts")
+        encoded = [self.encode(source, raw=raw, system_prompt=system_prompt) for source in sources]
+        texts = [_Text(TextStream(self.tokenizer, one.stop)) for one in every]
+        requests = [Request(*one) for one in zip(encoded, every, (text.push for text in texts), strict=True)]
+        if not requests:
+            return iter(())
+        engine = self._engine_for(requests)
+        for at, request in enumerate(requests, 1):
+            try:
+                engine.check(request)
+            except RequestError as error:
+                raise RequestError(f"prompt {at} of {len(requests)}: {error}") from None
+        return self._run(engine, requests, texts, sources, round_steps)
+
+    def _run(
+        self,
+        engine: Engine,
+        requests: list[Request],
+        texts: list[_Text],
+        sources: list[Any],
+        round_steps: int | None,
+    ) -> Iterator[Delta]:
+        if self._busy or engine is not self._engine:
+            raise RuntimeError("another stream of this LLM was opened before this one was read")
+        ids = {engine.add(request): at for at, request in enumerate(requests)}
+        self._busy, sound = True, False
+        try:
+            while engine.has_work:
+                for event in engine.step(round_steps):
+                    at = ids[event.request_id]
+                    delta = texts[at].delta(at, event)
+                    if event.report is not None:
+                        completion = self._completion(engine, sources[at], requests[at], texts[at], event.report)
+                        delta = dataclasses.replace(delta, completion=completion)
+                    sound = True
+                    yield delta
+                    sound = False
+            sound = True
+        finally:
+            self._busy = False
+            if sound:
+                for request_id in ids:
+                    engine.cancel(request_id)
+            else:
+                # A step was torn in the middle, and with it the pool that it had been given.
+                self._engine = None
+
+    def _completion(
+        self, engine: Engine, source: Any, request: Request, text: _Text, report: Report
+    ) -> Completion:
+        shared = ("finish_reason", "prompt_tokens", "generated_tokens", "position", "length", "queued_seconds")
+        shared += ("prefill_seconds", "decode_seconds", "blocks_now", "blocks_peak", "reached_context")
+        return Completion(
+            prompt=source,
+            text=text.text,
+            token_ids=list(text.token_ids),
+            seed=request.params.seed,
+            compile_seconds=self._compile_seconds,
+            block_size=engine.cache.block_size,
+            pool_blocks=engine.cache.blocks,
+            pool_bytes=engine.pool.nbytes,
+            model=self.config.name,
+            implementation=engine.implementation,
+            logprobs=list(text.logprobs) if request.params.logprobs else None,
+            **{name: getattr(report, name) for name in shared},
+        )
+
+    # -- the engine's size ---------------------------------------------------------------------------------------
+
+    def _engine_for(self, requests: list[Request]) -> Engine:
+        """Return an engine that can serve the requests: the present one, or a larger one in its place."""
+        current = self._engine
+        rows = self._rows or min(MOST_ROWS, len(requests))
+        if current is not None and self._rows is None:
+            rows = max(rows, current.cache.rows)
+        shape = dataclasses.replace(self._shape, rows=rows)
+        if self._pool_blocks is not None:
+            blocks = self._pool_blocks
+        elif self._pool_memory is not None:
+            blocks = self._pool_memory // block_bytes(self.config, shape.block_size, shape.dtype) - 1
+            if blocks < 1:
+                raise ValueError(f"pool_memory={self._pool_memory} bytes hold no block beside the null block; raise it")
+        else:
+            blocks = self._needed(requests, shape)
+            if current is not None and current.cache.rows == rows and current.cache.blocks >= blocks:
+                return current
+        shape = dataclasses.replace(shape, blocks=blocks)
+        if current is None or current.cache != shape:
+            # The old pool goes before the new one comes.
+            self._engine = current = None
+            current = Engine(
+                self._weights,
+                self.config,
+                shape,
+                eos_token_ids=self.tokenizer.eos_union(self.config.eos_token_ids),
+                implementation=self.implementation,
+            )
+            self._compile_seconds = current.warmup().seconds
+            self._engine = current
+        return current
+
+    def _needed(self, requests: list[Request], shape: CacheConfig) -> int:
+        """Blocks that the largest ``rows`` requests need together at most, as far as memory goes."""
+        slots = [min(len(r.prompt) + r.params.max_tokens - 1, shape.context) for r in requests]
+        largest = sorted((ceil_div(count, shape.block_size) for count in slots), reverse=True)[: shape.rows]
+        wanted = sizing.rounded_up(max(1, sum(largest)))
+        room = sizing.most_blocks(self._weights, self.config, shape)
+        if room < largest[0]:
+            raise RequestError(
+                f"the largest request needs {largest[0]} blocks of {shape.block_size} and free memory has room for {room}; "
+                "lower max_tokens, or give the pool's size yourself"
+            )
+        return min(wanted, room)
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    if path.suffix == ".gguf":
+        return Tokenizer.from_gguf(read_metadata(path))
+    return Tokenizer.from_folder(path)
+
+
+class _Text:
+    """What a request has generated so far, as tokens and as text that is safe to show."""
+
+    def __init__(self, stream: TextStream) -> None:
+        self._stream = stream
+        self._pending = ""
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+
+    def push(self, token: int) -> bool:
+        """Take a token; return whether it completed a stop string."""
+        self._pending += self._stream.push(token)
+        return self._stream.stopped
+
+    def delta(self, index: int, event: Event) -> Delta:
+        """Return what is new since the last call."""
+        if event.report is not None:
+            self._pending += self._stream.finish()
+        new, self._pending = self._pending, ""
+        self.text += new
+        self.token_ids += event.token_ids
+        self.logprobs += event.logprobs
+        return Delta(index, new, event.token_ids, event.logprobs)
