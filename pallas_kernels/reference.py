@@ -42,7 +42,7 @@ def attend(
     tile = _Tile(block_table, kv_heads, block)
     # Queries of one KV head lie together, [B*K, T*G, D]: one batched product a tile serves them all.
     x = q.reshape(rows, queries, kv_heads, groups, dim).transpose(0, 2, 1, 3, 4)
-    x = x.reshape(rows * kv_heads, queries * groups, dim).astype(k_pages.dtype)
+    x = x.reshape(rows * kv_heads, queries * groups, dim)
     own = jnp.repeat(jnp.repeat(query_slots, groups, axis=1), kv_heads, axis=0)[:, :, None]
     newest = jnp.max(query_slots, axis=1)
     limit = jnp.repeat(newest, kv_heads)[:, None]
@@ -115,5 +115,6 @@ class _Tile:
 
 
 def _product(left: Array, right: Array, spec: str) -> Array:
-    """Batched product with a float32 result. ``left`` takes the pages' dtype, so that no page is converted."""
-    return jnp.einsum(spec, left.astype(right.dtype), right, preferred_element_type=jnp.float32)
+    """Batched product in the wider of the two dtypes, with a float32 result."""
+    dtype = jnp.promote_types(left.dtype, right.dtype)
+    return jnp.einsum(spec, left.astype(dtype), right.astype(dtype), preferred_element_type=jnp.float32)
