@@ -61,7 +61,9 @@ def read_config(path: str | Path) -> ModelConfig:
 
 def _format(path: Path) -> ModuleType:
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; give a folder with config.json and safetensors, or a .gguf file")
+        raise FileNotFoundError(
+            f"{path} does not exist; give a folder with config.json and safetensors, or a .gguf file"
+        )
     if path.is_dir():
         return hf
     if path.suffix == ".gguf":

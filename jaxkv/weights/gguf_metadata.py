@@ -86,7 +86,9 @@ class _Cursor:
         if version not in _VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
             why = "it is big-endian" if swapped in _VERSIONS else f"it has version {version}"
-            raise ValueError(f"{self._path}: {why}; only little-endian GGUF of version 2 or 3 can be read: convert it anew")
+            raise ValueError(
+                f"{self._path}: {why}; only little-endian GGUF of version 2 or 3 can be read: convert it anew"
+            )
         tensor_count, key_count = self._number("Q"), self._number("Q")
         metadata: dict[str, Any] = {}
         for index in range(key_count):
@@ -112,7 +114,9 @@ class _Cursor:
 
     def _data_start(self, alignment: Any) -> int:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise ValueError(f"{self._path}: general.alignment={alignment!r} is not a power of two; the file is damaged")
+            raise ValueError(
+                f"{self._path}: general.alignment={alignment!r} is not a power of two; the file is damaged"
+            )
         return -(-self._at // alignment) * alignment
 
     def _value(self, kind: int, depth: int = 0) -> Any:

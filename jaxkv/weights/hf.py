@@ -80,7 +80,7 @@ def model_config(
       ValueError: for an unknown architecture, an absent key, or whatever the forward pass does not have: every
         reason in one message.
     """
-    kind = raw.get("model_type")
+    kind: Any = raw.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(
             f"{origin}: model_type={kind!r} (architectures={raw.get('architectures')}) is not supported; "
@@ -141,15 +141,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     for path in _files(folder):
         try:
             handle = safe_open(path, framework="np")
-            slices.update({name: handle.get_slice(name) for name in handle.keys()})
+            names = handle.keys()
+            slices.update({name: handle.get_slice(name) for name in names})
         except Exception as error:  # safetensors' own error derives from Exception alone
             raise ValueError(f"{path} cannot be read as safetensors ({error}); fetch it again") from error
 
     def pieces(parameter: Parameter) -> Iterator[np.ndarray]:
-        part = slices[parameter.name]
-        rows = max(1, PIECE * parameter.shape[0] // math.prod(parameter.shape))
-        for start in range(0, parameter.shape[0], rows):
-            yield part[start : start + rows]
+        part, total = slices[parameter.name], parameter.shape[0]
+        rows = max(1, PIECE * total // math.prod(parameter.shape))
+        for start in range(0, total, rows):
+            yield part[start : min(start + rows, total)]
 
     tensors = {name: Tensor(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     return Checkpoint(str(folder), config, HF[config.architecture], tensors, READABLE, pieces)

@@ -26,7 +26,7 @@ def locate(model: str | None = None) -> Path:
     if model is None:
         return _demo()
     path = Path(model).expanduser()
-    if path.exists():
+    if model and path.exists():
         return path
     if model.startswith((".", "/", "~")) or path.is_absolute() or path.suffix == ".gguf":
         raise FileNotFoundError(f"model {model} does not exist; give a folder, a .gguf file or a hub id (owner/name)")

@@ -204,5 +204,7 @@ def _report(checkpoint: Checkpoint, faults: Mapping[str, list[str]]) -> str:
             lines.append(f"  and {len(entries) - LISTED} more")
     head = checkpoint.names.head
     if any(entry.startswith(f"{head}:") for entry in faults["missing"]):
-        lines.append(f"If the output head is the embedding, set tie_word_embeddings to true: {head} is then not needed.")
+        lines.append(
+            f"If the output head is the embedding, set tie_word_embeddings to true: {head} is then not needed."
+        )
     return "\n".join(lines)
