@@ -25,7 +25,7 @@ def keep_compiled_programs() -> None:
     """
     import jax
 
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.config.jax_compilation_cache_dir is None:
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
@@ -33,8 +33,8 @@ def keep_compiled_programs() -> None:
 def run(command: Callable[[], int | None]) -> int:
     """Run a command and return its exit code: 2 for what the user can mend, 130 for Ctrl-C.
 
-    An error that this library raises on purpose names the value and the way out, so it is shown without a traceback, and so is a
-    file that cannot be read. Anything else is a fault of ours and keeps its traceback.
+    An error that this library raises on purpose names the value and the way out, so it is shown without a traceback,
+    and so is a file that cannot be read. Anything else is a fault of ours and keeps its traceback.
     """
     try:
         return command() or 0

@@ -1,7 +1,7 @@
 """The jitted steps: prefill a chunk, decode a round. Pure functions on arrays, for people who bring their own loop.
 
-A round is one donated jit around a ``lax.while_loop``: token -> forward -> attend -> sample. How many steps it takes is a
-traced argument, as are tables, lengths and positions, so nothing recompiles when they change.
+A round is one donated jit around a ``lax.while_loop``: token -> forward -> attend -> sample. How many steps it takes
+is a traced argument, as are tables, lengths and positions, so nothing recompiles when they change.
 
     pool = KVPool.create(model, cache)
     pool, logits = prefill_chunk(weights, pool, chunk, config=model)            # until the prompt is in
@@ -15,14 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 
 import pallas_kernels
 from jaxkv import model, sampling
 from jaxkv.config import CacheConfig, ModelConfig
-from jaxkv.dims import Array, Bool, Float, Int
+from jaxkv.dims import Array, Bool, Float, Int, host_array
 from jaxkv.pool import KVPool
 from jaxkv.sampling import Sampling
 
@@ -47,11 +46,11 @@ class Chunk:
         """Return NumPy arrays of a chunk without a token."""
         rows = cache.prefill_rows
         return cls(
-            tokens=np.zeros((rows, cache.prefill_chunk), np.int32),
-            count=np.zeros(rows, np.int32),
-            table=np.zeros((rows, cache.table_width), np.int32),
-            length=np.zeros(rows, np.int32),
-            position=np.zeros(rows, np.int32),
+            tokens=host_array(rows, cache.prefill_chunk),
+            count=host_array(rows),
+            table=host_array(rows, cache.table_width),
+            length=host_array(rows),
+            position=host_array(rows),
             sampling=Sampling.idle(rows),
         )
 
@@ -77,11 +76,11 @@ class Rows:
         """Return NumPy arrays of rows that nobody uses."""
         rows = cache.rows
         return cls(
-            token=np.zeros(rows, np.int32),
-            table=np.zeros((rows, cache.table_width), np.int32),
-            length=np.zeros(rows, np.int32),
-            position=np.zeros(rows, np.int32),
-            active=np.zeros(rows, bool),
+            token=host_array(rows),
+            table=host_array(rows, cache.table_width),
+            length=host_array(rows),
+            position=host_array(rows),
+            active=host_array(rows, dtype=bool, fill=False),
             sampling=Sampling.idle(rows),
         )
 

@@ -20,11 +20,21 @@ other: this is the fault that breaks most KV compressors.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-__all__ = ["Array", "Bool", "Float", "Int", "UInt32", "ceil_div"]
+__all__ = ["Array", "Bool", "Float", "Int", "UInt32", "ceil_div", "host_array"]
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
     """Return ``ceil(numerator / denominator)`` in integers."""
     return -(-numerator // denominator)
+
+
+def host_array(*shape: int, dtype: Any = np.int32, fill: Any = 0) -> Any:
+    """Return a NumPy array for a field that is a device array inside a jitted step. Fill it, call, and do not write to
+    it again: on a CPU a step may still be reading it after the call has returned.
+    """
+    return np.full(shape, fill, dtype)

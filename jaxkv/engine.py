@@ -1,7 +1,7 @@
 """The engine: requests come, share rows and blocks with others, and go.
 
-The host keeps everything that decides (queue, blocks, lengths, positions) as plain integers, and sends it along with each call;
-the device keeps the pool. The host reads one thing a round: its tokens.
+The host keeps everything that decides (queue, blocks, lengths, positions) as plain integers, and sends it along with
+each call; the device keeps the pool. The host reads one thing a round: its tokens.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from jaxkv.config import CacheConfig, ModelConfig
 from jaxkv.dims import ceil_div
 from jaxkv.model import Weights
 from jaxkv.pool import KVPool
-from jaxkv.request import Event, Report, Request, RequestError, Row
-from jaxkv.sampling import STOP_IDS, Sampling, SamplingParams
+from jaxkv.request import Event, Report, Request, Row
+from jaxkv.sampling import STOP_IDS, Sampling
 
 
 class Engine:
     """Continuous batching over one pool.
 
-    ``add`` queues a request, ``step`` moves everything on and returns what happened, ``cancel`` ends a request early. Until
-    preemption exists a request is admitted only when its worst case, prompt and max_tokens, fits beside the others'.
+    ``add`` queues a request, ``step`` moves everything on and returns what happened, ``cancel`` ends a request early.
+    Until preemption exists a request is admitted only when its worst case, prompt and max_tokens, fits beside the
+    others'.
 
     Args:
       weights, model: a decoder.
       cache: the pool's size and the shapes to compile for.
       eos_token_ids: tokens that end a text.
       implementation: as for ``pallas_kernels.attend``.
-      step_tokens: prompt tokens that a step prefills before its decode round, rounded up to a call; more finishes prompts
-        sooner, fewer keeps decoding rows from waiting.
+      step_tokens: prompt tokens that a step prefills before its decode round, rounded up to a call; more finishes
+        prompts sooner, fewer keeps decoding rows from waiting.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class Engine:
         """Queue a request and return its id.
 
         Raises:
-          RequestError: it can never be served: an empty prompt, a token out of range, too many stop tokens, a prompt that
-            fills the context, or a worst case larger than the pool.
+          RequestError: it can never be served: an empty prompt, a token out of range, too many stop tokens, a prompt
+            that fills the context, or a worst case larger than the pool.
         """
         self.check(request)
         request_id = next(self._ids)
@@ -81,27 +82,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise the ``RequestError`` that ``add`` would."""
-        prompt, size = request.prompt, self.model.vocab_size
-        if not len(prompt):
-            raise RequestError("the prompt has no tokens; give at least one")
-        wrong = next((token for token in prompt if not 0 <= token < size), None)
-        if wrong is not None:
-            raise RequestError(f"token {wrong} of the prompt is not one of the model's 0 to {size - 1}")
-        if len(prompt) >= self.cache.context:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens and the context is {self.cache.context}, which leaves no room for an "
-                "answer; shorten the prompt or raise the context"
-            )
-        stops = len(self._stop_ids(request.params))
-        if stops > STOP_IDS:
-            raise RequestError(f"{stops} stop tokens are more than the {STOP_IDS} a row can watch for")
-        needed = self._worst_case(request)
-        if needed > self.cache.blocks:
-            raise RequestError(
-                f"the request needs {needed} blocks of {self.cache.block_size} for {len(prompt)} prompt tokens and "
-                f"max_tokens={self._max_tokens(request)}, and the pool has {self.cache.blocks}; lower max_tokens or enlarge "
-                "the pool"
-            )
+        request.check(self.model, self.cache, self._eos)
 
     def cancel(self, request_id: int) -> list[Event]:
         """End a request wherever it is. One that is unknown or has ended is left alone: nothing happens."""
@@ -158,7 +139,7 @@ class Engine:
         while self._queue:
             request_id, request, arrived = self._queue[0]
             free = next((index for index, row in enumerate(self._rows) if row is None), None)
-            needed = self._worst_case(request)
+            needed = request.worst_case(self.cache)
             # First come, first served: a small request does not overtake one that waits for blocks.
             if free is None or self._reserved + needed > self.cache.blocks:
                 return
@@ -168,7 +149,7 @@ class Engine:
                 request_id=request_id,
                 index=free,
                 request=request,
-                max_tokens=self._max_tokens(request),
+                max_tokens=request.most_tokens(self.cache),
                 reserved=needed,
                 queued_seconds=time.perf_counter() - arrived,
             )
@@ -242,7 +223,7 @@ class Engine:
 
     def _take(self, row: Row, tokens: np.ndarray, logprobs: np.ndarray) -> list[Event]:
         """Give a row its new tokens, end it if one of them says so, and tell."""
-        stops = self._stop_ids(row.request.params)
+        stops = row.request.stop_ids(self._eos)
         kept = 0
         for token in tokens.tolist():
             kept += 1
@@ -284,16 +265,6 @@ class Engine:
     def _admitted(self) -> list[Row]:
         return [row for row in self._rows if row is not None]
 
-    def _max_tokens(self, request: Request) -> int:
-        return min(request.params.max_tokens, self.cache.context - len(request.prompt))
-
-    def _worst_case(self, request: Request) -> int:
-        # The last token's K and V are never computed.
-        return ceil_div(len(request.prompt) + self._max_tokens(request) - 1, self.cache.block_size)
-
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        return tuple(dict.fromkeys((*(() if params.ignore_eos else self._eos), *params.stop_token_ids)))
-
     def _grow(self, row: Row, slots: int) -> None:
         """Give a row the blocks that ``slots`` slots take."""
         row.blocks += self.blocks.allocate(ceil_div(slots, self.cache.block_size) - len(row.blocks))
@@ -303,9 +274,9 @@ class Engine:
         params = row.request.params
         for field in ("temperature", "top_p", "top_k", "min_p", "seed"):
             getattr(arrays, field)[at] = getattr(params, field)
-        arrays.generated[at] = row.generated  # type: ignore[index]
-        stops = self._stop_ids(params)
-        arrays.stop_ids[at, : len(stops)] = stops  # type: ignore[index]
+        arrays.generated[at] = row.generated
+        stops = row.request.stop_ids(self._eos)
+        arrays.stop_ids[at, : len(stops)] = stops
 
     def _call_prefill(self, chunk: decode.Chunk) -> Any:
         return decode.prefill_sample(

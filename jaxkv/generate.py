@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxkv import cli
 
 if TYPE_CHECKING:
-    from jaxkv.llm import LLM, Completion, Delta, Prompt
+    from jaxkv.llm import LLM, Completion, Prompt
     from jaxkv.sampling import SamplingParams
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -25,36 +25,36 @@ def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxkv.generate",
-        description="Complete prompts with a model that decodes from a paged KV pool. Text goes to stdout, reports to stderr.",
+        description="Complete prompts from a paged KV pool. Text goes to stdout, reports to stderr.",
         allow_abbrev=False,
     )
     add = parser.add_argument_group("what to complete").add_argument
-    add("--model", help="folder with safetensors, .gguf file or hub id (default: the demo model, SmolLM2-135M-Instruct)")
+    add("--model", help="folder with safetensors, .gguf file or hub id (default: SmolLM2-135M-Instruct)")
     add("--prompt", "-p", action="append", metavar="TEXT", help="a prompt; repeat for a batch; - reads stdin")
     add("--prompts-file", metavar="FILE", help="prompts one a line, or JSONL objects with prompt or messages")
     add("--system-prompt", metavar="TEXT", help="the chat's system message")
-    add("--raw", "--ignore-chat-template", action="store_true", help="tokenise prompts as they are, without a chat template")
+    add("--raw", "--ignore-chat-template", action="store_true", help="tokenise prompts without a chat template")
     add = parser.add_argument_group("how to sample").add_argument
     add("--max-tokens", "--max-new-tokens", "-m", type=int, default=256, metavar="N", help="default: %(default)s")
     add("--temperature", "--temp", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
-    add("--top-p", type=float, default=1.0, metavar="X")
-    add("--top-k", type=int, default=0, metavar="N", help="0 keeps all (default)")
-    add("--min-p", type=float, default=0.0, metavar="X")
+    add("--top-p", type=float, default=1.0, metavar="X", help="keep the likeliest tokens that reach this share")
+    add("--top-k", type=int, default=0, metavar="N", help="keep this many likeliest tokens; 0 keeps all (default)")
+    add("--min-p", type=float, default=0.0, metavar="X", help="drop tokens below this share of the likeliest one's")
     add("--seed", type=int, default=0, metavar="N", help="of the first prompt; each further one has the next number")
     add("--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable")
     add("--ignore-eos", action="store_true", help="go on after the model's end-of-text tokens")
-    add("--logprobs", action="store_true", help="report the tokens' log probabilities: each with --json, else their mean")
+    add("--logprobs", action="store_true", help="report log probabilities: each with --json, else their mean")
     add = parser.add_argument_group("the engine").add_argument
-    add("--rows", "--max-num-seqs", type=int, metavar="N", help="requests that decode at once (default: as given, up to 8)")
+    add("--rows", "--max-num-seqs", type=int, metavar="N", help="requests that decode at once (default: up to 8)")
     add("--block-size", type=int, default=16, metavar="N", help="token slots in a block (default: %(default)s)")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--pool-blocks", type=int, metavar="N", help="the pool's size in blocks")
     size.add_argument("--pool-memory", metavar="SIZE", help="the pool's size, as 512M or 2G")
     add("--prefill-chunk", type=int, metavar="N", help="prompt tokens a call takes (default: 128 on a CPU, else 512)")
-    add("--context", "--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer (default: the model's)")
+    add("--context", "--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer, at your risk")
     add("--dtype", choices=DTYPES, default="auto", help="of the weights (default: float32 on a CPU, else bfloat16)")
     add("--kv-dtype", choices=DTYPES, default="auto", help="of the pool (default: float32 on a CPU, else the weights')")
-    add("--implementation", metavar="NAME", help="kernels: xla, triton, mosaic_gpu or mosaic_tpu (default: by platform)")
+    add("--implementation", metavar="NAME", help="kernels: xla, triton, mosaic_gpu, mosaic_tpu (default: by platform)")
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object a request on stdout, and nothing else there")
     add("--quiet", "-q", action="store_true", help="no report and no progress on stderr")
@@ -117,7 +117,9 @@ def _prompts(args: argparse.Namespace) -> tuple[list[Prompt], list[dict[str, Any
     overrides: list[dict[str, Any]] = [{} for _ in prompts]
     if args.prompts_file is not None:
         lines = Path(args.prompts_file).read_text(encoding="utf-8").splitlines()
-        is_json = Path(args.prompts_file).suffix in (".jsonl", ".ndjson") or (lines and lines[0].lstrip().startswith("{"))
+        is_json = Path(args.prompts_file).suffix in (".jsonl", ".ndjson") or (
+            lines and lines[0].lstrip().startswith("{")
+        )
         for number, line in enumerate(lines, 1):
             if line.strip():
                 prompt, own = _json_line(line, f"{args.prompts_file}:{number}") if is_json else (line, {})
@@ -139,10 +141,14 @@ def _json_line(line: str, where: str) -> tuple[Prompt, dict[str, Any]]:
         raise ValueError(f"{where} must be a string, or an object with either prompt or messages")
     prompt = value.pop("prompt", None) or value.pop("messages", None)
     if not _is_prompt(prompt):
-        raise ValueError(f"{where}: the prompt must be a text, a list of token ids, or a list of messages with role and content")
+        raise ValueError(
+            f"{where}: the prompt must be a text, a list of token ids, or a list of messages with role and content"
+        )
     unknown = sorted(set(value) - set(_PER_REQUEST))
     if unknown:
-        raise ValueError(f"{where} has {', '.join(unknown)}; besides the prompt a line may set {', '.join(_PER_REQUEST)}")
+        raise ValueError(
+            f"{where} has {', '.join(unknown)}; besides the prompt a line may set {', '.join(_PER_REQUEST)}"
+        )
     return prompt, value
 
 
@@ -184,7 +190,7 @@ def _dtype(name: str) -> str | None:
 
 
 def _show_text(stream: Any, progress: cli.Progress, count: int) -> list[Completion]:
-    """Print texts in the order of the prompts: the first that is not done streams, those behind it wait for their turn."""
+    """Print texts in the order of the prompts: the first that is not done streams, those behind it wait."""
     texts = [""] * count
     done: list[Completion | None] = [None] * count
     turn, begun = 0, False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from jaxkv import sizing, weights
-from jaxkv.config import CacheConfig, ModelConfig
+from jaxkv.config import CacheConfig
 from jaxkv.dims import ceil_div
 from jaxkv.engine import Engine
 from jaxkv.pool import block_bytes
@@ -34,8 +34,8 @@ MOST_ROWS = 8
 class Completion:
     """A finished request. Its fields are those of the command's ``--json``, and their names stay.
 
-    Seconds of prefill and decoding are those of the calls that the request took part in; neighbours share them, and compilation
-    is in neither. ``blocks_now`` is what it held when it finished, before release.
+    Seconds of prefill and decoding are those of the calls that the request took part in; neighbours share them, and
+    compilation is in neither. ``blocks_now`` is what it held when it finished, before release.
     """
 
     prompt: str | list[int] | list[dict[str, str]]
@@ -90,8 +90,8 @@ class LLM:
       rows: requests that decode at once; None is as many as are given, up to 8.
       block_size: slots in a block.
       pool_blocks: the pool's size in blocks; None leaves it to ``pool_memory``.
-      pool_memory: the pool's size in bytes, at most; None is what the requests need, up to half of the free host memory, or
-        85 % of the free memory of an accelerator less temporaries.
+      pool_memory: the pool's size in bytes, at most; None is what the requests need, up to half of the free host
+        memory, or 85 % of the free memory of an accelerator less temporaries.
       prefill_chunk: tokens of a prompt that one call takes; None is 128 on a CPU and 512 elsewhere.
       context: most tokens of prompt and answer; None is the model's own. More is at the caller's risk.
       implementation: as for ``pallas_kernels.attend``.
@@ -131,6 +131,7 @@ class LLM:
         start = time.perf_counter()
         self.config, self._weights = weights.load(path, jnp.dtype(dtype))
         self.tokenizer = _tokenizer(path)
+        self._eos = self.tokenizer.eos_union(self.config.eos_token_ids)
         self.load_seconds = time.perf_counter() - start
         self._shape = dataclasses.replace(self._shape, context=context or self.config.context)
         self._engine: Engine | None = None
@@ -156,7 +157,7 @@ class LLM:
             return self.tokenizer.encode_chat([*system, {"role": "user", "content": prompt}])
         if len(prompt) and isinstance(prompt[0], Mapping):
             return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
-        return [int(token) for token in prompt]  # type: ignore[call-overload]
+        return [int(token) for token in prompt]  # type: ignore[arg-type]
 
     def generate(
         self,
@@ -188,10 +189,11 @@ class LLM:
         *,
         raw: bool = False,
         system_prompt: str | None = None,
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta]:
         """Do as ``generate`` does, but yield text as it is made.
 
-        What can be refused is refused here, before the first piece is asked for. Closing the iterator cancels what has not ended.
+        What can be refused is refused here, before the first piece is asked for. Closing the iterator cancels what has
+        not ended.
         """
         return self._start(prompts, params, raw, system_prompt, round_steps=8)
 
@@ -199,7 +201,7 @@ class LLM:
 
     def _start(
         self, prompts: Any, params: Any, raw: bool, system_prompt: str | None, round_steps: int | None
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta]:
         if self._busy:
             raise RuntimeError("another stream of this LLM is still open; read it to its end or close it first")
         sources = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -210,14 +212,14 @@ class LLM:
         texts = [_Text(TextStream(self.tokenizer, one.stop)) for one in every]
         requests = [Request(*one) for one in zip(encoded, every, (text.push for text in texts), strict=True)]
         if not requests:
-            return iter(())
-        engine = self._engine_for(requests)
+            raise ValueError("there is no prompt; give at least one")
+        shape = self._shape_for(requests)
         for at, request in enumerate(requests, 1):
             try:
-                engine.check(request)
+                request.check(self.config, shape, self._eos)
             except RequestError as error:
                 raise RequestError(f"prompt {at} of {len(requests)}: {error}") from None
-        return self._run(engine, requests, texts, sources, round_steps)
+        return self._run(self._engine_of(shape), requests, texts, sources, round_steps)
 
     def _run(
         self,
@@ -226,7 +228,7 @@ class LLM:
         texts: list[_Text],
         sources: list[Any],
         round_steps: int | None,
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta]:
         if self._busy or engine is not self._engine:
             raise RuntimeError("another stream of this LLM was opened before this one was read")
         ids = {engine.add(request): at for at, request in enumerate(requests)}
@@ -252,11 +254,7 @@ class LLM:
                 # A step was torn in the middle, and with it the pool that it had been given.
                 self._engine = None
 
-    def _completion(
-        self, engine: Engine, source: Any, request: Request, text: _Text, report: Report
-    ) -> Completion:
-        shared = ("finish_reason", "prompt_tokens", "generated_tokens", "position", "length", "queued_seconds")
-        shared += ("prefill_seconds", "decode_seconds", "blocks_now", "blocks_peak", "reached_context")
+    def _completion(self, engine: Engine, source: Any, request: Request, text: _Text, report: Report) -> Completion:
         return Completion(
             prompt=source,
             text=text.text,
@@ -269,42 +267,41 @@ class LLM:
             model=self.config.name,
             implementation=engine.implementation,
             logprobs=list(text.logprobs) if request.params.logprobs else None,
-            **{name: getattr(report, name) for name in shared},
+            **{**dataclasses.asdict(report), **({"finish_reason": "stop"} if text.stopped else {})},
         )
 
     # -- the engine's size ---------------------------------------------------------------------------------------
 
-    def _engine_for(self, requests: list[Request]) -> Engine:
-        """Return an engine that can serve the requests: the present one, or a larger one in its place."""
-        current = self._engine
+    def _shape_for(self, requests: list[Request]) -> CacheConfig:
+        """Return the shape of an engine that can serve the requests: the present one's if it will do."""
+        current = None if self._engine is None else self._engine.cache
         rows = self._rows or min(MOST_ROWS, len(requests))
         if current is not None and self._rows is None:
-            rows = max(rows, current.cache.rows)
+            rows = max(rows, current.rows)
         shape = dataclasses.replace(self._shape, rows=rows)
         if self._pool_blocks is not None:
-            blocks = self._pool_blocks
-        elif self._pool_memory is not None:
+            return shape
+        if self._pool_memory is not None:
             blocks = self._pool_memory // block_bytes(self.config, shape.block_size, shape.dtype) - 1
             if blocks < 1:
                 raise ValueError(f"pool_memory={self._pool_memory} bytes hold no block beside the null block; raise it")
-        else:
-            blocks = self._needed(requests, shape)
-            if current is not None and current.cache.rows == rows and current.cache.blocks >= blocks:
-                return current
-        shape = dataclasses.replace(shape, blocks=blocks)
-        if current is None or current.cache != shape:
+            return dataclasses.replace(shape, blocks=blocks)
+        blocks = self._needed(requests, shape)
+        if current is not None and current.rows == rows and current.blocks >= blocks:
+            return current
+        return dataclasses.replace(shape, blocks=blocks)
+
+    def _engine_of(self, shape: CacheConfig) -> Engine:
+        """Return a warm engine of this shape: the present one, or a new one in its place."""
+        if self._engine is None or self._engine.cache != shape:
             # The old pool goes before the new one comes.
-            self._engine = current = None
-            current = Engine(
-                self._weights,
-                self.config,
-                shape,
-                eos_token_ids=self.tokenizer.eos_union(self.config.eos_token_ids),
-                implementation=self.implementation,
+            self._engine = None
+            engine = Engine(
+                self._weights, self.config, shape, eos_token_ids=self._eos, implementation=self.implementation
             )
-            self._compile_seconds = current.warmup().seconds
-            self._engine = current
-        return current
+            self._compile_seconds = engine.warmup().seconds
+            self._engine = engine
+        return self._engine
 
     def _needed(self, requests: list[Request], shape: CacheConfig) -> int:
         """Blocks that the largest ``rows`` requests need together at most, as far as memory goes."""
@@ -314,8 +311,8 @@ class LLM:
         room = sizing.most_blocks(self._weights, self.config, shape)
         if room < largest[0]:
             raise RequestError(
-                f"the largest request needs {largest[0]} blocks of {shape.block_size} and free memory has room for {room}; "
-                "lower max_tokens, or give the pool's size yourself"
+                f"the largest request needs {largest[0]} blocks of {shape.block_size} and free memory has room for "
+                f"{room}; lower max_tokens, or give the pool's size yourself"
             )
         return min(wanted, room)
 
@@ -335,6 +332,11 @@ class _Text:
         self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text; bytes that never became a character can complete one at the very end."""
+        return self._stream.stopped
 
     def push(self, token: int) -> bool:
         """Take a token; return whether it completed a stop string."""

@@ -41,7 +41,7 @@ def compiles() -> Iterator[Compiles]:
         _open.remove(counted)
 
 
-def _on_event(event: str, seconds: float, **_: Any) -> None:
+def _on_event(event: str, duration_secs: float, **_: Any) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         for counted in _open:
             counted.programs += 1

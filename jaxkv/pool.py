@@ -27,7 +27,7 @@ class KVPool:
     def shapes(cls, model: ModelConfig, cache: CacheConfig) -> KVPool:
         """Return the pool as ``jax.ShapeDtypeStruct``."""
         shape = (cache.blocks + 1, model.kv_heads, cache.block_size, model.head_dim)
-        layer = jax.ShapeDtypeStruct(shape, jnp.dtype(cache.dtype))
+        layer: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(cache.dtype))
         return cls(k=(layer,) * model.layers, v=(layer,) * model.layers)
 
     @classmethod

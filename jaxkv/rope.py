@@ -75,7 +75,9 @@ def rotation(
 def rotate(
     x: Float[Array, "B T X D"], cos: Float[Array, "B T F"], sin: Float[Array, "B T F"]
 ) -> Float[Array, "B T X D"]:
-    """Turn every head of ``x`` (X is H or K) by the angles of ``rotation``; computed in float32, returned as x's dtype."""
+    """Turn every head of ``x`` (X is H or K) by the angles of ``rotation``; computed in float32, returned as x's
+    dtype.
+    """
     real, imag = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     turned = jnp.concatenate([real * cos - imag * sin, real * sin + imag * cos], axis=-1)

@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jaxkv.dims import Array, Bool, Float, Int, UInt32
+from jaxkv.dims import Array, Bool, Float, Int, UInt32, host_array
 
 STOP_IDS = 8
 """Most stop tokens a row can watch for on the device."""
@@ -87,13 +87,13 @@ class Sampling:
     def idle(cls, rows: int) -> Sampling:
         """Return NumPy arrays for rows that nobody uses: greedy, no stop."""
         return cls(
-            temperature=np.zeros(rows, np.float32),
-            top_p=np.ones(rows, np.float32),
-            top_k=np.zeros(rows, np.int32),
-            min_p=np.zeros(rows, np.float32),
-            seed=np.zeros(rows, np.uint32),
-            generated=np.zeros(rows, np.int32),
-            stop_ids=np.full((rows, STOP_IDS), -1, np.int32),
+            temperature=host_array(rows, dtype=np.float32),
+            top_p=host_array(rows, dtype=np.float32, fill=1),
+            top_k=host_array(rows),
+            min_p=host_array(rows, dtype=np.float32),
+            seed=host_array(rows, dtype=np.uint32),
+            generated=host_array(rows),
+            stop_ids=host_array(rows, STOP_IDS, fill=-1),
         )
 
     def is_stop(self, tokens: Int[Array, "B"]) -> Bool[Array, "B"]:

@@ -52,7 +52,7 @@ def most_blocks(weights: Weights, model: ModelConfig, cache: CacheConfig) -> int
         stats = jax.local_devices()[0].memory_stats() or {}
         if "bytes_limit" not in stats:
             raise ValueError(
-                f"the {jax.default_backend()} device does not tell how much memory it has; give pool_blocks or pool_memory"
+                f"the {jax.default_backend()} device does not tell its memory; give pool_blocks or pool_memory"
             )
         free = (stats["bytes_limit"] - stats["bytes_in_use"]) * DEVICE_SHARE - temporaries(weights, model, cache)
     return max(0, int(free // block_bytes(model, cache.block_size, cache.dtype)) - 1)

@@ -6,7 +6,17 @@ import numpy as np
 
 
 def paged_attention(
-    q, k_pages, v_pages, table, query_slots, scale=None, window=None, softcap=None, sinks=None, k_scale=None, v_scale=None
+    q,
+    k_pages,
+    v_pages,
+    table,
+    query_slots,
+    scale=None,
+    window=None,
+    softcap=None,
+    sinks=None,
+    k_scale=None,
+    v_scale=None,
 ):
     """Return outputs [B, T, H, D] and log-sum-exps [B, T, H] by loops over rows, queries and heads."""
     rows, queries, heads, dim = q.shape
@@ -37,7 +47,9 @@ def paged_attention(
 
 
 def shuffled_pages(rng, lengths, kv_heads, block, dim, dtype=np.float32, width=None, blocks=None):
-    """Return k and v pages and a table: rows of ``lengths`` slots in shuffled blocks, NaN in every other slot of the pool."""
+    """Return k and v pages and a table: rows of ``lengths`` slots in shuffled blocks, NaN in every other slot of the
+    pool.
+    """
     lengths = np.asarray(lengths)
     counts = -(-lengths // block)
     total = int(counts.sum())

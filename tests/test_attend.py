@@ -71,7 +71,9 @@ def test_chunk_of_ragged_rows_with_every_option(implementation, options):
     k, v, table = shuffled_pages(rng, lengths, 2, BLOCK, 64)
     q = queries(rng, 4, 6, 6, 64)
     # Slots in any order, with padding between: each query names its own.
-    slots = np.array([[6, 0, -1, 3, 5, 1], [32, 31, 30, 2, -1, -1], [299, 255, 256, 0, 100, -1], [0, 0, -1, -1, -1, -1]])
+    slots = np.array(
+        [[6, 0, -1, 3, 5, 1], [32, 31, 30, 2, -1, -1], [299, 255, 256, 0, 100, -1], [0, 0, -1, -1, -1, -1]]
+    )
     options = dict(options)
     arrays = {}
     if options.pop("sinks", False):
@@ -104,7 +106,9 @@ def test_half_pages_against_float64_of_the_rounded_inputs(implementation, dtype)
 
 
 @given(
-    lengths=st.lists(st.integers(1, 700), min_size=3, max_size=3), width=st.sampled_from([44, 60]), seed=st.integers(0, 99)
+    lengths=st.lists(st.integers(1, 700), min_size=3, max_size=3),
+    width=st.sampled_from([44, 60]),
+    seed=st.integers(0, 99),
 )
 def test_neighbours_and_table_width_change_no_bit(implementation, lengths, width, seed):
     rng = np.random.default_rng(seed)

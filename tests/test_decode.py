@@ -80,11 +80,15 @@ def test_decoding_gives_the_tokens_and_logprobs_of_a_dense_pass():
         assert new == expected.argmax(1).tolist()
         logprobs = expected.max(1) - np.log(np.exp(expected).sum(1))
         np.testing.assert_allclose(out.logprobs[b, :6], logprobs, atol=1e-4)
-        assert (int(after.length[b]), int(after.position[b]), int(after.token[b])) == (len(prompt) + 6,) * 2 + (new[-1],)
+        assert (int(after.length[b]), int(after.position[b]), int(after.token[b])) == (len(prompt) + 6,) * 2 + (
+            new[-1],
+        )
 
 
 def test_position_reaches_rope_alone_and_length_the_slots_alone():
-    """Rows whose position runs ahead of their length, as after a compaction: every key one token late is every key as it was."""
+    """Rows whose position runs ahead of their length, as after a compaction: every key one token late is every key as
+    it was.
+    """
     rng = np.random.default_rng(1)
     prompt = rng.integers(0, 97, 20).tolist()
     shape = cache(rows=1)
@@ -147,7 +151,9 @@ def test_steps_lengths_and_tables_recompile_nothing():
         nonlocal pool
         for steps in (0, 3, 8, 50):
             rows.length[:], rows.position[:] = steps, 2 * steps
-            pool, _, out = decode.decode_round(tiny.weights(), pool, rows, np.int32(steps), config=tiny.MODEL, max_steps=8)
+            pool, _, out = decode.decode_round(
+                tiny.weights(), pool, rows, np.int32(steps), config=tiny.MODEL, max_steps=8
+            )
             assert out.count.tolist() == [min(steps, 8)] * 2
 
     assert tiny.counted(more)[1] == 0

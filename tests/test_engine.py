@@ -19,9 +19,15 @@ def request(rng, prompt, tokens, **params):
 def mixed(count, seed=0):
     """Requests of mixed lengths, a third of them greedy, the rest sampled in different ways."""
     rng = np.random.default_rng(seed)
-    kinds = [{}, {"temperature": 0.7}, {"temperature": 1.2, "top_p": 0.9, "ignore_eos": True}, {"temperature": 1.0, "top_k": 5}]
+    kinds = [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.2, "top_p": 0.9, "ignore_eos": True},
+        {"temperature": 1.0, "top_k": 5},
+    ]
     return [
-        request(rng, rng.integers(1, 80), int(rng.integers(1, 60)), seed=i, **kinds[i % len(kinds)]) for i in range(count)
+        request(rng, rng.integers(1, 80), int(rng.integers(1, 60)), seed=i, **kinds[i % len(kinds)])
+        for i in range(count)
     ]
 
 
@@ -173,7 +179,11 @@ def test_cancel_frees_running_and_queued_requests_and_ignores_the_rest():
         ([1, 97], {}, "token 97 of the prompt is not one of the model's 0 to 96"),
         ([-1], {}, "token -1 of the prompt"),
         ([1] * 256, {}, "the prompt has 256 tokens and the context is 256"),
-        ([1] * 100, {"max_tokens": 100}, "needs 50 blocks of 4 for 100 prompt tokens and max_tokens=100, and the pool has 40"),
+        (
+            [1] * 100,
+            {"max_tokens": 100},
+            "needs 50 blocks of 4 for 100 prompt tokens and max_tokens=100, and the pool has 40",
+        ),
         ([1], {"stop_token_ids": tuple(range(10, 18))}, "9 stop tokens are more than the 8"),
     ],
 )

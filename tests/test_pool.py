@@ -12,7 +12,9 @@ from jaxkv.pool import KVPool, block_bytes
 
 def test_write_puts_each_token_in_its_slot_and_touches_nothing_else():
     rng = np.random.default_rng(0)
-    pool = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), KVPool.create(tiny.MODEL, tiny.CACHE))
+    pool = jax.tree.map(
+        lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), KVPool.create(tiny.MODEL, tiny.CACHE)
+    )
     k, v = rng.standard_normal((2, 2, 3, 2, 8)).astype(np.float32)
     block, slot = np.array([[3, 3, 9], [1, 200, 200]]), np.array([[0, 3, 1], [2, 0, 1]])
     written = pool.write(1, k, v, block, slot)

@@ -71,7 +71,12 @@ def test_temperature_0_is_the_argmax_and_logprobs_are_the_models_own():
 
 @given(st.data())
 def test_a_row_draws_the_same_whoever_stands_beside_it(data):
-    kinds = [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 4}]
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": 4},
+    ]
     chosen = data.draw(st.lists(st.sampled_from(kinds), min_size=4, max_size=4))
     rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
     logits, seeds = rng.standard_normal((4, 64)).astype(np.float32), rng.integers(0, 2**32, 4, dtype=np.uint32)

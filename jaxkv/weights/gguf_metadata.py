@@ -129,8 +129,6 @@ class _Cursor:
         element, count = self._number("I"), self._number("Q")
         if element in _SCALARS:
             return self._numbers(_SCALARS[element], count)
-        # A string or an array takes 8 bytes at least, so a false count fails before anything is allocated.
-        self._need(8 * count)
         if element == _STRING:
             return [self._string() for _ in range(count)]
         return [self._value(element, depth + 1) for _ in range(count)]
