@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from fractions import Fraction
 from typing import Literal, get_args
 
 from jaxkv import policies
@@ -128,7 +129,7 @@ class CompressionConfig:
         if self.method == "none":
             raise ValueError("method='none' keeps every token and has no budget")
         total = prompt_tokens + max_tokens
-        slots = math.ceil(self.budget * total) if isinstance(self.budget, float) else self.budget
+        slots = _ratio(self.budget, total) if isinstance(self.budget, float) else self.budget
         b_row = _round_up(slots, block_size)
         pinned = prompt_tokens if self.prompt_policy == "pin" else 0
         if 2 * pinned > b_row:
@@ -166,6 +167,11 @@ def written_blocks(length: int, row: RowBudget, block_size: int) -> range:
     if length <= row.b_row:
         return range(0)
     return range(row.oldest // block_size, ceil_div(row.b_row, block_size))
+
+
+def _ratio(ratio: float, total: int) -> int:
+    # 0.55 * 100 is 55.000000000000007 in floats, and its ceiling is a slot too many.
+    return math.ceil(Fraction(str(ratio)) * total)
 
 
 def _round_up(slots: int, block_size: int) -> int:

@@ -1,4 +1,4 @@
-"""What to keep. A policy is one module in here with a function ``make(config) -> Policy``; its name is the method's.
+"""What to keep. A policy is one module in here with a function ``make(config, model, stats) -> Policy``.
 
 Nothing has to be registered: ``names`` lists the modules, and ``make`` imports the one that a configuration names.
 """
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxkv.compression import CompressionConfig
+    from jaxkv.config import ModelConfig
     from jaxkv.policies.base import Policy
+    from jaxkv.stats import QueryStats
 
 __all__ = ["make", "names"]
 
@@ -21,13 +23,18 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base"))
 
 
-def make(config: CompressionConfig) -> Policy:
-    """Return the policy that a configuration asks for.
+def make(config: CompressionConfig, model: ModelConfig, stats: QueryStats | None = None) -> Policy:
+    """Return the policy that a configuration asks for. It is a pytree, to be passed to jitted functions.
+
+    Args:
+      config: whose ``method`` names the policy.
+      model: the model's shapes and frequencies.
+      stats: its query statistics, for a policy that has use for them.
 
     Raises:
-      ValueError: the method is ``none``, which keeps everything and needs no policy.
+      ValueError: the method is ``none``, which keeps everything, or the statistics belong to another model.
     """
     if config.method == "none":
         raise ValueError("method='none' keeps every token and needs no policy")
-    policy: Policy = importlib.import_module(f"{__name__}.{config.method}").make(config)
+    policy: Policy = importlib.import_module(f"{__name__}.{config.method}").make(config, model, stats)
     return policy
