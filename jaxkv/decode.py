@@ -1,11 +1,14 @@
-"""The jitted steps: prefill a chunk, decode a round. Pure functions on arrays, for people who bring their own loop.
+"""The jitted steps: prefill a chunk, decode a round, compact rows. Pure functions on arrays, for people who bring their own loop.
 
 A round is one donated jit around a ``lax.while_loop``: token -> forward -> attend -> sample. How many steps it takes
 is a traced argument, as are tables, lengths and positions, so nothing recompiles when they change.
 
     pool = KVPool.create(model, cache)
-    pool, logits = prefill_chunk(weights, pool, chunk, config=model)            # until the prompt is in
+    pool, out = prefill_chunk(weights, pool, chunk, config=model)               # until the prompt is in
     pool, rows, out = decode_round(weights, pool, rows, steps, config=model)    # until the rows end
+    pool = compact_round(pool, table, table, length, position, due, budgets, policy, mode="per_head")
+
+A call may still be reading its NumPy arguments after it has returned: make new ones for the next call.
 """
 
 from __future__ import annotations
@@ -20,10 +23,14 @@ from jax import lax
 
 import pallas_kernels
 from jaxkv import model, sampling
+from jaxkv.compact import compact_rows
+from jaxkv.compression import Mode
 from jaxkv.config import CacheConfig, ModelConfig
 from jaxkv.dims import Array, Bool, Float, Int, host_array
+from jaxkv.policies.base import Observed, Policy
 from jaxkv.pool import KVPool
 from jaxkv.sampling import Sampling
+from jaxkv.select import Budgets
 
 
 @struct.dataclass
@@ -40,6 +47,10 @@ class Chunk:
     position: Int[Array, "B"]
     """RoPE position of the chunk's first token."""
     sampling: Sampling
+    row: Int[Array, "B"]
+    """Which row of ``observed`` each prompt is; one past the last for a row that nobody uses."""
+    observed: Observed | None = None
+    """What is gathered about all rows of the engine, where the policy asks for it."""
 
     @classmethod
     def idle(cls, cache: CacheConfig) -> Chunk:
@@ -52,7 +63,20 @@ class Chunk:
             length=host_array(rows),
             position=host_array(rows),
             sampling=Sampling.idle(rows),
+            row=host_array(rows, fill=cache.rows),
         )
+
+
+@struct.dataclass
+class PrefillOutput:
+    """What follows each row's last real token."""
+
+    logits: Float[Array, "B V"]
+    token: Int[Array, "B"]
+    """The next token, drawn as the row asks for."""
+    logprob: Float[Array, "B"]
+    observed: Observed | None
+    """The chunk's ``observed`` with its queries added; that of a prompt's first chunk began at zero."""
 
 
 @struct.dataclass
@@ -70,6 +94,8 @@ class Rows:
     active: Bool[Array, "B"]
     """Whether the row decodes. A row that does not writes to the null block."""
     sampling: Sampling
+    observed: Observed | None = None
+    """What is gathered about the rows, where the policy asks for it."""
 
     @classmethod
     def idle(cls, cache: CacheConfig) -> Rows:
@@ -119,6 +145,21 @@ def paged_attend(
     return attend
 
 
+def observing(attend: model.Attend[KVPool], real: Bool[Array, "B T"]) -> model.Attend[tuple[KVPool, Observed | None]]:
+    """Return a callback that attends as ``attend`` does, and sums up the queries of real tokens before RoPE if asked to."""
+
+    def both(
+        state: tuple[KVPool, Observed | None], layer: int, heads: model.Heads
+    ) -> tuple[tuple[KVPool, Observed | None], Array]:
+        pool, observed = state
+        pool, out = attend(pool, layer, heads)
+        if observed is not None:
+            observed = observed.add(layer, heads.q, real)
+        return (pool, observed), out
+
+    return both
+
+
 @functools.partial(jax.jit, static_argnames=("config", "implementation"), donate_argnames=("pool",))
 def prefill_chunk(
     weights: model.Weights,
@@ -127,8 +168,8 @@ def prefill_chunk(
     *,
     config: ModelConfig,
     implementation: pallas_kernels.Implementation | None = None,
-) -> tuple[KVPool, Float[Array, "B V"]]:
-    """Put a chunk of each prompt into the pool.
+) -> tuple[KVPool, PrefillOutput]:
+    """Put a chunk of each prompt into the pool, and draw the token that follows it.
 
     Args:
       weights: the model's weights.
@@ -138,23 +179,20 @@ def prefill_chunk(
       implementation: as for ``pallas_kernels.attend`` (static).
 
     Returns:
-      The pool, and the logits that follow each row's last real token, float32 ``[B, V]``.
+      The pool, and what follows each row's last real token; of use once the prompt is in.
     """
-    return _prefill(weights, pool, chunk, config, implementation)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "implementation"), donate_argnames=("pool",))
-def prefill_sample(
-    weights: model.Weights,
-    pool: KVPool,
-    chunk: Chunk,
-    *,
-    config: ModelConfig,
-    implementation: pallas_kernels.Implementation | None = None,
-) -> tuple[KVPool, Int[Array, "B"], Float[Array, "B"]]:
-    """Do as ``prefill_chunk`` does and draw each row's next token; return it with its log probability."""
-    pool, logits = _prefill(weights, pool, chunk, config, implementation)
-    return pool, *sampling.sample(logits, chunk.sampling)
+    steps = jnp.arange(chunk.tokens.shape[1])
+    real = steps < chunk.count[:, None]
+    slots = jnp.where(real, chunk.length[:, None] + steps, -1)
+    attend = observing(paged_attend(chunk.table, slots, implementation), real)
+    own = None if chunk.observed is None else chunk.observed.at(chunk.row).cleared(chunk.position == 0)
+    positions = chunk.position[:, None] + steps
+    (pool, own), hidden = model.forward(weights, config, chunk.tokens, positions, attend, (pool, own))
+    last = jnp.maximum(chunk.count - 1, 0)
+    logits = model.logits(weights, jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
+    token, logprob = sampling.sample(logits, chunk.sampling)
+    observed = None if chunk.observed is None or own is None else chunk.observed.put(chunk.row, own)
+    return pool, PrefillOutput(logits=logits, token=token, logprob=logprob, observed=observed)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "max_steps", "implementation"), donate_argnames=("pool",))
@@ -196,39 +234,56 @@ def decode_round(
 
     def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         step, pool, rows, out = carry
-        pool, logits = _decode_step(weights, pool, rows, config, implementation)
+        pool, observed, logits = _decode_step(weights, pool, rows, config, implementation)
         tokens, logprobs = sampling.sample(logits, rows.sampling)
         out = out.replace(
             tokens=out.tokens.at[:, step].set(jnp.where(rows.active, tokens, 0)),
             logprobs=out.logprobs.at[:, step].set(jnp.where(rows.active, logprobs, 0)),
             count=out.count + rows.active,
         )
-        return step + 1, pool, _advanced(rows, tokens), out
+        return step + 1, pool, _advanced(rows, tokens, observed), out
 
     _, pool, rows, out = lax.while_loop(going, body, (jnp.int32(0), pool, rows, out))
     return pool, rows, out
 
 
-def _prefill(weights: Any, pool: KVPool, chunk: Chunk, config: ModelConfig, implementation: Any) -> Any:
-    steps = jnp.arange(chunk.tokens.shape[1])
-    real = steps < chunk.count[:, None]
-    slots = jnp.where(real, chunk.length[:, None] + steps, -1)
-    attend = paged_attend(chunk.table, slots, implementation)
-    positions = chunk.position[:, None] + steps
-    pool, hidden = model.forward(weights, config, chunk.tokens, positions, attend, pool)
-    last = jnp.maximum(chunk.count - 1, 0)
-    hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    return pool, model.logits(weights, hidden)
+@functools.partial(jax.jit, static_argnames=("mode", "lanes"), donate_argnames=("pool",))
+def compact_round(
+    pool: KVPool,
+    table: Int[Array, "B M"],
+    target: Int[Array, "B M"],
+    length: Int[Array, "B"],
+    position: Int[Array, "B"],
+    due: Bool[Array, "B"],
+    budgets: Budgets,
+    policy: Policy,
+    observed: Observed | None = None,
+    *,
+    mode: Mode,
+    lanes: int = 1,
+) -> KVPool:
+    """Bring every row that is due down to its budget; see ``compact.compact_rows``. The pool is donated.
+
+    A row that was due holds ``min(length, b_row)`` slots afterwards, whatever the scores say, so its last blocks can be
+    given away as soon as this is called.
+    """
+    args = (table, target, length, position, due, budgets, policy, observed)
+    return compact_rows(pool, *args, mode=mode, lanes=lanes)[0]
 
 
-def _decode_step(weights: Any, pool: KVPool, rows: Rows, config: ModelConfig, implementation: Any) -> Any:
+def _decode_step(
+    weights: model.Weights, pool: KVPool, rows: Rows, config: ModelConfig, implementation: Any
+) -> tuple[KVPool, Observed | None, Float[Array, "B V"]]:
     slots = jnp.where(rows.active, rows.length, -1)[:, None]
-    attend = paged_attend(rows.table, slots, implementation)
-    pool, hidden = model.forward(weights, config, rows.token[:, None], rows.position[:, None], attend, pool)
-    return pool, model.logits(weights, hidden[:, 0])
+    attend = observing(paged_attend(rows.table, slots, implementation), rows.active[:, None])
+    state = (pool, rows.observed)
+    (pool, observed), hidden = model.forward(
+        weights, config, rows.token[:, None], rows.position[:, None], attend, state
+    )
+    return pool, observed, model.logits(weights, hidden[:, 0])
 
 
-def _advanced(rows: Rows, tokens: Int[Array, "B"]) -> Rows:
+def _advanced(rows: Rows, tokens: Int[Array, "B"], observed: Observed | None) -> Rows:
     grown = rows.active.astype(jnp.int32)
     return rows.replace(  # type: ignore[attr-defined]
         token=jnp.where(rows.active, tokens, rows.token),
@@ -236,4 +291,5 @@ def _advanced(rows: Rows, tokens: Int[Array, "B"]) -> Rows:
         position=rows.position + grown,
         active=rows.active & ~rows.sampling.is_stop(tokens),
         sampling=rows.sampling.replace(generated=rows.sampling.generated + grown),  # type: ignore[attr-defined]
+        observed=observed,
     )

@@ -10,7 +10,6 @@ import collections
 import itertools
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,25 +17,29 @@ import numpy as np
 import pallas_kernels
 from jaxkv import decode, monitor
 from jaxkv.blocks import BlockManager
+from jaxkv.compression import CompressionConfig, freed_blocks, written_blocks
 from jaxkv.config import CacheConfig, ModelConfig
+from jaxkv.device import Device, Move
 from jaxkv.dims import ceil_div
 from jaxkv.model import Weights
-from jaxkv.pool import KVPool
 from jaxkv.request import Event, Report, Request, Row
-from jaxkv.sampling import STOP_IDS, Sampling
+from jaxkv.sampling import Sampling
+from jaxkv.stats import QueryStats
+from jaxkv.terms import Terms
 
 
 class Engine:
     """Continuous batching over one pool.
 
     ``add`` queues a request, ``step`` moves everything on and returns what happened, ``cancel`` ends a request early.
-    Until preemption exists a request is admitted only when its worst case, prompt and max_tokens, fits beside the
-    others'.
+    Until preemption exists a request is admitted only when the most blocks it can ever hold fit beside the others'.
 
     Args:
       weights, model: a decoder.
       cache: the pool's size and the shapes to compile for.
       eos_token_ids: tokens that end a text.
+      compression: how rows are kept within a budget, unless a request says otherwise.
+      stats: query statistics, for a method that has use for them; None with TriAttention takes each row's own.
       implementation: as for ``pallas_kernels.attend``.
       step_tokens: prompt tokens that a step prefills before its decode round, rounded up to a call; more finishes
         prompts sooner, fewer keeps decoding rows from waiting.
@@ -49,18 +52,16 @@ class Engine:
         cache: CacheConfig,
         *,
         eos_token_ids: Sequence[int] = (),
+        compression: CompressionConfig = CompressionConfig(),
+        stats: QueryStats | None = None,
         implementation: pallas_kernels.Implementation | None = None,
         step_tokens: int | None = None,
     ) -> None:
-        if len(eos_token_ids) > STOP_IDS:
-            raise ValueError(f"{len(eos_token_ids)} eos tokens are more than the {STOP_IDS} a row can watch for")
-        self.model, self.cache = model, cache
-        self.implementation = pallas_kernels.candidates(implementation)[0]
+        self.terms = Terms(model, cache, tuple(eos_token_ids), compression)
+        self.cache = cache
         self.step_tokens = step_tokens or cache.rows * cache.prefill_chunk
-        self.pool = KVPool.create(model, cache)
         self.blocks = BlockManager(cache.blocks)
-        self._weights = weights
-        self._eos = tuple(eos_token_ids)
+        self.device = Device(weights, model, cache, compression, stats, implementation)
         self._ids = itertools.count()
         self._queue: collections.deque[tuple[int, Request, float]] = collections.deque()
         self._rows: list[Row | None] = [None] * cache.rows
@@ -73,16 +74,12 @@ class Engine:
 
         Raises:
           RequestError: it can never be served: an empty prompt, a token out of range, too many stop tokens, a prompt
-            that fills the context, or a worst case larger than the pool.
+            that fills the context, a budget that leaves nothing to choose, or more blocks than the pool has.
         """
-        self.check(request)
+        self.terms.check(request)
         request_id = next(self._ids)
         self._queue.append((request_id, request, time.perf_counter()))
         return request_id
-
-    def check(self, request: Request) -> None:
-        """Raise the ``RequestError`` that ``add`` would."""
-        request.check(self.model, self.cache, self._eos)
 
     def cancel(self, request_id: int) -> list[Event]:
         """End a request wherever it is. One that is unknown or has ended is left alone: nothing happens."""
@@ -94,7 +91,8 @@ class Engine:
             if entry[0] == request_id:
                 self._queue.remove(entry)
                 waited = time.perf_counter() - entry[2]
-                return [Event(request_id, report=_never_admitted(entry[1], waited))]
+                report = Report("cancelled", len(entry[1].prompt), queued_seconds=waited)
+                return [Event(request_id, report=report)]
         return []
 
     @property
@@ -118,15 +116,10 @@ class Engine:
 
     def warmup(self) -> monitor.Compiles:
         """Compile every program before a request is there; return how many there were and the seconds they took."""
-        with monitor.compiles() as compiled:
-            chunk, rows = decode.Chunk.idle(self.cache), decode.Rows.idle(self.cache)
-            self.pool, *outputs = self._call_prefill(chunk)
-            self.pool, _, out = self._call_round(rows, 0)
-            jax.block_until_ready((self.pool, outputs, out))
-        return compiled
+        return self.device.warmup()
 
     def step(self, round_steps: int | None = None) -> list[Event]:
-        """Admit what fits, prefill up to ``step_tokens``, decode one round; return the news.
+        """Admit what fits, prefill up to ``step_tokens``, compact what is due, decode one round; return the news.
 
         Args:
           round_steps: most steps of the round, at most the cache's: fewer make a smoother stream. None is the cache's.
@@ -139,7 +132,7 @@ class Engine:
         while self._queue:
             request_id, request, arrived = self._queue[0]
             free = next((index for index, row in enumerate(self._rows) if row is None), None)
-            needed = request.worst_case(self.cache)
+            needed = self.terms.worst_case(request)
             # First come, first served: a small request does not overtake one that waits for blocks.
             if free is None or self._reserved + needed > self.cache.blocks:
                 return
@@ -149,9 +142,11 @@ class Engine:
                 request_id=request_id,
                 index=free,
                 request=request,
-                max_tokens=request.most_tokens(self.cache),
+                max_tokens=self.terms.most_tokens(request),
                 reserved=needed,
                 queued_seconds=time.perf_counter() - arrived,
+                budget=self.terms.budget(request),
+                compacts_prefill=self.terms.compacts_prefill(request),
             )
 
     def _prefill(self) -> list[Event]:
@@ -167,28 +162,27 @@ class Engine:
         return events
 
     def _prefill_call(self, rows: list[Row]) -> list[Event]:
+        self._compact([row for row in rows if row.compacts_prefill and row.due])
         start = time.perf_counter()
         chunk = decode.Chunk.idle(self.cache)
         for at, row in enumerate(rows):
-            # Nothing has been generated, so what is in the pool is the prompt's first `position` tokens.
+            # Nothing has been generated, so `position` tokens of the prompt are done, however few slots they hold.
             tokens = row.request.prompt[row.position : row.position + self.cache.prefill_chunk]
             self._grow(row, row.length + len(tokens))
             chunk.tokens[at, : len(tokens)] = tokens
             chunk.count[at] = len(tokens)
             chunk.table[at, : len(row.blocks)] = row.blocks
-            chunk.length[at], chunk.position[at] = row.length, row.position
+            chunk.length[at], chunk.position[at], chunk.row[at] = row.length, row.position, row.index
             self._fill_sampling(chunk.sampling, at, row)
-        self.pool, tokens, logprobs = self._call_prefill(chunk)
-        done = []
+        out = self.device.prefill(chunk)
         for at, row in enumerate(rows):
             row.length += int(chunk.count[at])
             row.position += int(chunk.count[at])
-            if row.position == len(row.request.prompt):
-                done.append((at, row))
+        done = [(at, row) for at, row in enumerate(rows) if row.position == len(row.request.prompt)]
         if done:
-            tokens, logprobs = jax.device_get((tokens, logprobs))
+            tokens, logprobs = self.device.read((out.token, out.logprob))
         else:
-            jax.block_until_ready(tokens)
+            jax.block_until_ready(out.token)
         seconds = time.perf_counter() - start
         for row in rows:
             row.prefill_seconds += seconds
@@ -198,9 +192,10 @@ class Engine:
         decoding = [row for row in self._admitted() if row.decoding]
         if not decoding:
             return []
+        self._compact([row for row in decoding if row.due])
         start = time.perf_counter()
-        # The round ends when the first row has its last token, so what a live row grows by is known beforehand.
-        steps = min(round_steps, *(row.tokens_left for row in decoding))
+        # The round ends where the first row has its last token or is due, so what a live row grows by is known before.
+        steps = min(round_steps, *(min(row.tokens_left, row.room) for row in decoding))
         rows = decode.Rows.idle(self.cache)
         for row in decoding:
             self._grow(row, row.length + steps)
@@ -209,8 +204,8 @@ class Engine:
             rows.length[row.index], rows.position[row.index] = row.length, row.position
             rows.active[row.index] = True
             self._fill_sampling(rows.sampling, row.index, row)
-        self.pool, _, out = self._call_round(rows, steps)
-        tokens, logprobs, count = jax.device_get((out.tokens, out.logprobs, out.count))
+        out = self.device.decode(rows, steps)
+        tokens, logprobs, count = self.device.read((out.tokens, out.logprobs, out.count))
         seconds = time.perf_counter() - start
         events = []
         for row in decoding:
@@ -223,7 +218,7 @@ class Engine:
 
     def _take(self, row: Row, tokens: np.ndarray, logprobs: np.ndarray) -> list[Event]:
         """Give a row its new tokens, end it if one of them says so, and tell."""
-        stops = row.request.stop_ids(self._eos)
+        stops = self.terms.stop_ids(row.request)
         kept = 0
         for token in tokens.tolist():
             kept += 1
@@ -239,25 +234,47 @@ class Engine:
         event = Event(row.request_id, tuple(tokens[:kept].tolist()), tuple(logprobs[:kept].tolist()))
         return [event, self._finish(row)] if row.finish_reason else [event]
 
+    def _compact(self, rows: list[Row]) -> None:
+        """Bring rows down to their budgets. Which blocks come free is settled before anything is scored."""
+        if not rows:
+            return
+        start = time.perf_counter()
+        # All fresh blocks are taken before any block is given back: none is one row's source and another's target.
+        moves = [self._move(row) for row in rows]
+        for row, move in zip(rows, moves, strict=True):
+            self._shrink(row, move)
+        self.device.compact(moves)
+        # Nothing is read: this waits so that the seconds are those of the compaction and not of the next round.
+        jax.block_until_ready(self.device.pool)
+        seconds = time.perf_counter() - start
+        for row in rows:
+            row.compaction_seconds += seconds
+
+    def _move(self, row: Row) -> Move:
+        assert row.budget is not None
+        target = list(row.blocks)
+        written = written_blocks(row.length, row.budget, self.cache.block_size)
+        shared = [at for at in written if self.blocks.holders(row.blocks[at]) > 1]
+        for at, fresh in zip(shared, self.blocks.allocate(len(shared)), strict=True):
+            target[at] = fresh
+        return Move(row.index, row.blocks, target, row.length, row.position, row.budget)
+
+    def _shrink(self, row: Row, move: Move) -> None:
+        """Give back what a row no longer needs: its tail, and its share of the blocks that fresh ones replace."""
+        tail = freed_blocks(row.length, move.budget.b_row, self.cache.block_size)
+        dropped = [was for was, now in zip(move.source, move.target, strict=True) if was != now]
+        row.blocks_returned += len(self.blocks.release(move.source[tail.start :] + dropped))
+        row.blocks = move.target[: tail.start]
+        row.tokens_evicted += row.length - move.budget.kept(row.length)
+        row.length = move.budget.kept(row.length)
+        row.compactions += 1
+        row.note_blocks()
+
     def _finish(self, row: Row) -> Event:
-        held = ceil_div(row.length, self.cache.block_size)
+        report = row.report(self.cache.block_size)
         self.blocks.release(row.blocks)
         self._reserved -= row.reserved
         self._rows[row.index] = None
-        prompt = len(row.request.prompt)
-        report = Report(
-            finish_reason=row.finish_reason,
-            prompt_tokens=prompt,
-            generated_tokens=row.generated,
-            position=row.position,
-            length=row.length,
-            blocks_now=held,
-            blocks_peak=row.blocks_peak,
-            prefill_seconds=row.prefill_seconds,
-            decode_seconds=row.decode_seconds,
-            queued_seconds=row.queued_seconds,
-            reached_context=row.finish_reason == "length" and row.generated < row.request.params.max_tokens,
-        )
         return Event(row.request_id, report=report)
 
     # -- details -------------------------------------------------------------------------------------------------
@@ -268,32 +285,12 @@ class Engine:
     def _grow(self, row: Row, slots: int) -> None:
         """Give a row the blocks that ``slots`` slots take."""
         row.blocks += self.blocks.allocate(ceil_div(slots, self.cache.block_size) - len(row.blocks))
-        row.blocks_peak = max(row.blocks_peak, len(row.blocks))
+        row.note_blocks()
 
     def _fill_sampling(self, arrays: Sampling, at: int, row: Row) -> None:
         params = row.request.params
         for field in ("temperature", "top_p", "top_k", "min_p", "seed"):
             getattr(arrays, field)[at] = getattr(params, field)
         arrays.generated[at] = row.generated
-        stops = row.request.stop_ids(self._eos)
+        stops = self.terms.stop_ids(row.request)
         arrays.stop_ids[at, : len(stops)] = stops
-
-    def _call_prefill(self, chunk: decode.Chunk) -> Any:
-        return decode.prefill_sample(
-            self._weights, self.pool, chunk, config=self.model, implementation=self.implementation
-        )
-
-    def _call_round(self, rows: decode.Rows, steps: int) -> Any:
-        return decode.decode_round(
-            self._weights,
-            self.pool,
-            rows,
-            np.int32(steps),
-            config=self.model,
-            max_steps=self.cache.round_steps,
-            implementation=self.implementation,
-        )
-
-
-def _never_admitted(request: Request, waited: float) -> Report:
-    return Report("cancelled", len(request.prompt), 0, 0, 0, 0, 0, 0.0, 0.0, waited, False)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+import re
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,11 @@ import jax.numpy as jnp
 import pallas_kernels
 from jaxkv import sizing, weights
 from jaxkv.config import CacheConfig
-from jaxkv.dims import ceil_div
 from jaxkv.engine import Engine
 from jaxkv.pool import block_bytes
 from jaxkv.request import Event, Report, Request, RequestError
 from jaxkv.sampling import SamplingParams
+from jaxkv.terms import Terms
 from jaxkv.text import TextStream
 from jaxkv.tokenizer import Tokenizer
 from jaxkv.weights.gguf_metadata import read_metadata
@@ -46,13 +48,19 @@ class Completion:
     generated_tokens: int
     position: int
     length: int
+    tokens_evicted: int
+    compactions: int
     seed: int
+    prefill: str
     queued_seconds: float
     prefill_seconds: float
     decode_seconds: float
+    compaction_seconds: float
     compile_seconds: float
+    blocks_returned: int
     blocks_now: int
     blocks_peak: int
+    blocks_peak_uncompressed: int
     block_size: int
     pool_blocks: int
     pool_bytes: int
@@ -60,10 +68,13 @@ class Completion:
     implementation: str
     reached_context: bool = False
     logprobs: list[float] | None = None
+    blocks_history: tuple[tuple[int, int], ...] = ()
+    """Blocks held, as (tokens generated, blocks), each time that the number changed; not in the JSON."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for ``json.dumps``; ``logprobs`` is there when they were asked for."""
         fields = dataclasses.asdict(self)
+        del fields["blocks_history"]
         if self.logprobs is None:
             del fields["logprobs"]
         return fields
@@ -147,17 +158,28 @@ class LLM:
         """Return the token ids of a prompt.
 
         A text is one user message of a chat, after ``system_prompt``, unless ``raw``; then it is tokenised as it is.
+
+        Raises:
+          RequestError: the prompt is none of the three, or has no place for what it is to be combined with.
+          ValueError: the tokenizer has no chat template, or its template refuses the messages.
         """
+        prompt = _plain(prompt)
         if isinstance(prompt, str):
+            if not prompt.isascii() and (half := re.search("[\ud800-\udfff]", prompt)):
+                raise RequestError(f"the text has {half[0]!r}, which is no character; give text that was UTF-8")
             if raw:
                 if system_prompt is not None:
                     raise RequestError("a raw prompt has no place for a system prompt; write it into the prompt")
                 return self.tokenizer.encode(prompt)
             system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
             return self.tokenizer.encode_chat([*system, {"role": "user", "content": prompt}])
-        if len(prompt) and isinstance(prompt[0], Mapping):
+        if system_prompt is not None:
+            raise RequestError("a system prompt goes before a text; write it into the token ids or the messages")
+        if prompt and isinstance(prompt[0], dict):
+            if raw:
+                raise RequestError("messages need the chat template, which raw leaves out; give a text or token ids")
             return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
+        return prompt  # type: ignore[return-value]
 
     def generate(
         self,
@@ -204,19 +226,27 @@ class LLM:
     ) -> Generator[Delta]:
         if self._busy:
             raise RuntimeError("another stream of this LLM is still open; read it to its end or close it first")
-        sources = [prompts] if isinstance(prompts, str) else list(prompts)
+        sources = [_plain(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
         every = [params] * len(sources) if isinstance(params, SamplingParams) else list(params)
         if len(every) != len(sources):
             raise ValueError(f"{len(every)} sampling params were given for {len(sources)} prompts")
-        encoded = [self.encode(source, raw=raw, system_prompt=system_prompt) for source in sources]
+        encoded = []
+        for at, source in enumerate(sources, 1):
+            try:
+                encoded.append(self.encode(source, raw=raw, system_prompt=system_prompt))
+            except ValueError as error:
+                raise RequestError(f"prompt {at} of {len(sources)}: {error}") from error
         texts = [_Text(TextStream(self.tokenizer, one.stop)) for one in every]
-        requests = [Request(*one) for one in zip(encoded, every, (text.push for text in texts), strict=True)]
+        requests = [
+            Request(ids, one, watch=text.push) for ids, one, text in zip(encoded, every, texts, strict=True)
+        ]
         if not requests:
             raise ValueError("there is no prompt; give at least one")
         shape = self._shape_for(requests)
+        terms = Terms(self.config, shape, self._eos)
         for at, request in enumerate(requests, 1):
             try:
-                request.check(self.config, shape, self._eos)
+                terms.check(request)
             except RequestError as error:
                 raise RequestError(f"prompt {at} of {len(requests)}: {error}") from None
         return self._run(self._engine_of(shape), requests, texts, sources, round_steps)
@@ -263,9 +293,9 @@ class LLM:
             compile_seconds=self._compile_seconds,
             block_size=engine.cache.block_size,
             pool_blocks=engine.cache.blocks,
-            pool_bytes=engine.pool.nbytes,
+            pool_bytes=engine.device.pool.nbytes,
             model=self.config.name,
-            implementation=engine.implementation,
+            implementation=engine.device.implementation,
             logprobs=list(text.logprobs) if request.params.logprobs else None,
             **{**dataclasses.asdict(report), **({"finish_reason": "stop"} if text.stopped else {})},
         )
@@ -286,9 +316,15 @@ class LLM:
             if blocks < 1:
                 raise ValueError(f"pool_memory={self._pool_memory} bytes hold no block beside the null block; raise it")
             return dataclasses.replace(shape, blocks=blocks)
-        blocks = self._needed(requests, shape)
-        if current is not None and current.rows == rows and current.blocks >= blocks:
-            return current
+        blocks = sizing.choose_blocks(
+            self._weights,
+            self.config,
+            shape,
+            [min(len(one.prompt) + one.params.max_tokens - 1, shape.context) for one in requests],
+            present=current.blocks if current is not None and current.rows == rows else 0,
+            replaced=0 if self._engine is None else self._engine.device.pool.nbytes,
+            implementation=self.implementation,
+        )
         return dataclasses.replace(shape, blocks=blocks)
 
     def _engine_of(self, shape: CacheConfig) -> Engine:
@@ -303,18 +339,21 @@ class LLM:
             self._engine = engine
         return self._engine
 
-    def _needed(self, requests: list[Request], shape: CacheConfig) -> int:
-        """Blocks that the largest ``rows`` requests need together at most, as far as memory goes."""
-        slots = [min(len(r.prompt) + r.params.max_tokens - 1, shape.context) for r in requests]
-        largest = sorted((ceil_div(count, shape.block_size) for count in slots), reverse=True)[: shape.rows]
-        wanted = sizing.rounded_up(max(1, sum(largest)))
-        room = sizing.most_blocks(self._weights, self.config, shape)
-        if room < largest[0]:
-            raise RequestError(
-                f"the largest request needs {largest[0]} blocks of {shape.block_size} and free memory has room for "
-                f"{room}; lower max_tokens, or give the pool's size yourself"
-            )
-        return min(wanted, room)
+
+def _plain(prompt: Prompt) -> str | list[int] | list[dict[str, str]]:
+    """Return a prompt as JSON can hold it."""
+    if isinstance(prompt, str):
+        return prompt
+    parts: list[Any] = list(prompt) if isinstance(prompt, Iterable) else [None]
+    if all(isinstance(part, Mapping) for part in parts):
+        return [dict(part) for part in parts]
+    try:
+        return [operator.index(part) for part in parts]
+    except TypeError:
+        raise RequestError(
+            f"a prompt is a text, a list of token ids or a list of messages, and got {prompt!r:.80}; "
+            "one that is not a text stands in a list of prompts"
+        ) from None
 
 
 def _tokenizer(path: Path) -> Tokenizer:
@@ -335,7 +374,7 @@ class _Text:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string ended the text; bytes that never became a character can complete one at the very end."""
+        """Whether a stop string ended the text, if need be with its very last bytes."""
         return self._stream.stopped
 
     def push(self, token: int) -> bool:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import psutil
 
+import pallas_kernels
 from jaxkv import decode
 from jaxkv.config import CacheConfig, ModelConfig
+from jaxkv.dims import ceil_div
 from jaxkv.model import Weights
 from jaxkv.pool import KVPool, block_bytes
+from jaxkv.request import RequestError
 
 HOST_SHARE = 0.5
 """Share of the free host memory that a pool takes at most."""
@@ -38,35 +42,87 @@ def parse_bytes(text: str) -> int:
     return size
 
 
-def most_blocks(weights: Weights, model: ModelConfig, cache: CacheConfig) -> int:
+def choose_blocks(
+    weights: Weights,
+    model: ModelConfig,
+    cache: CacheConfig,
+    slots: Sequence[int],
+    *,
+    present: int = 0,
+    replaced: int = 0,
+    implementation: pallas_kernels.Implementation | None = None,
+) -> int:
+    """Return the blocks of a pool that serves the ``cache.rows`` largest requests at once, as far as memory goes.
+
+    Args:
+      weights, model, cache, replaced, implementation: as for ``most_blocks``.
+      slots: what each request needs at most.
+      present: blocks of a pool that is there and compiled for. It is kept where it will do.
+
+    Raises:
+      RequestError: free memory has no room for the largest request.
+    """
+    largest = sorted((max(1, ceil_div(count, cache.block_size)) for count in slots), reverse=True)[: cache.rows]
+    least, wanted = largest[0], rounded_up(sum(largest))
+    if present >= wanted:
+        return present
+    room = most_blocks(weights, model, cache, replaced=replaced, implementation=implementation)
+    # Free memory is never twice the same: when it is the limit, a little more is not worth a compile.
+    if present >= least and room < min(wanted, 1.25 * present):
+        return present
+    if room < least:
+        raise RequestError(
+            f"the largest request needs {least} blocks of {cache.block_size} and free memory has room for {room}; "
+            "lower max_tokens, or give the pool's size yourself"
+        )
+    return min(wanted, room)
+
+
+def most_blocks(
+    weights: Weights,
+    model: ModelConfig,
+    cache: CacheConfig,
+    *,
+    replaced: int = 0,
+    implementation: pallas_kernels.Implementation | None = None,
+) -> int:
     """Return how many blocks the free memory has room for, besides the null block; may be 0.
 
     Args:
       weights: the loaded weights, whose memory is already taken.
       model: the decoder.
       cache: the shapes to compile for; its ``blocks`` is not looked at.
+      replaced: bytes of a pool that goes before the new one comes.
+      implementation: as for ``pallas_kernels.attend``.
     """
     if jax.default_backend() == "cpu":
-        free = psutil.virtual_memory().available * HOST_SHARE
+        free = (psutil.virtual_memory().available + replaced) * HOST_SHARE
     else:
         stats = jax.local_devices()[0].memory_stats() or {}
         if "bytes_limit" not in stats:
             raise ValueError(
                 f"the {jax.default_backend()} device does not tell its memory; give pool_blocks or pool_memory"
             )
-        free = (stats["bytes_limit"] - stats["bytes_in_use"]) * DEVICE_SHARE - temporaries(weights, model, cache)
+        free = (stats["bytes_limit"] - stats["bytes_in_use"] + replaced) * DEVICE_SHARE
+        free -= temporaries(weights, model, cache, implementation)
     return max(0, int(free // block_bytes(model, cache.block_size, cache.dtype)) - 1)
 
 
-def temporaries(weights: Weights, model: ModelConfig, cache: CacheConfig) -> int:
+def temporaries(
+    weights: Weights,
+    model: ModelConfig,
+    cache: CacheConfig,
+    implementation: pallas_kernels.Implementation | None = None,
+) -> int:
     """Return the bytes that the larger of the two steps takes beside weights and pool, as the compiler plans them."""
     shapes = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
     pool = KVPool.shapes(model, cache)
     chunk, rows = shapes(decode.Chunk.idle(cache)), shapes(decode.Rows.idle(cache))
     steps = jax.ShapeDtypeStruct((), jnp.int32)
+    options: dict[str, Any] = {"config": model, "implementation": implementation}
     lowered: list[Any] = [
-        decode.prefill_sample.lower(shapes(weights), pool, chunk, config=model),
-        decode.decode_round.lower(shapes(weights), pool, rows, steps, config=model, max_steps=cache.round_steps),
+        decode.prefill_chunk.lower(shapes(weights), pool, chunk, **options),
+        decode.decode_round.lower(shapes(weights), pool, rows, steps, max_steps=cache.round_steps, **options),
     ]
     return max(step.compile().memory_analysis().temp_size_in_bytes for step in lowered)
 

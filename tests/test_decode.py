@@ -43,10 +43,10 @@ def prefill(pool, shape, table, prompts):
             part = prompt[start : start + size]
             chunk.tokens[b, : len(part)], chunk.count[b] = part, len(part)
             chunk.table[b], chunk.length[b], chunk.position[b] = table[b], start, start
-        pool, logits = decode.prefill_chunk(tiny.weights(), pool, chunk, config=tiny.MODEL)
+        pool, out = decode.prefill_chunk(tiny.weights(), pool, chunk, config=tiny.MODEL)
         for b in range(len(prompts)):
             if chunk.count[b]:
-                last[b] = logits[b]
+                last[b] = out.logits[b]
     return pool, last
 
 
@@ -101,9 +101,9 @@ def test_position_reaches_rope_alone_and_length_the_slots_alone():
             part = prompt[start : start + 16]
             chunk.tokens[0, : len(part)], chunk.count[0] = part, len(part)
             chunk.table[0], chunk.length[0], chunk.position[0] = table[0], start, start + ahead
-            pool, logits = decode.prefill_chunk(tiny.weights(), pool, chunk, config=tiny.MODEL)
+            pool, out = decode.prefill_chunk(tiny.weights(), pool, chunk, config=tiny.MODEL)
         rows = decode.Rows.idle(shape)
-        rows.token[:], rows.table[:], rows.active[:] = int(np.argmax(logits)), table, True
+        rows.token[:], rows.table[:], rows.active[:] = int(out.token[0]), table, True
         rows.length[:], rows.position[:] = 20, 20 + ahead
         _, after, out = decode.decode_round(tiny.weights(), pool, rows, np.int32(8), config=tiny.MODEL, max_steps=8)
         assert (int(after.length[0]), int(after.position[0])) == (28, 28 + ahead)
@@ -166,7 +166,7 @@ def test_no_second_pool_in_memory(step):
     pool = KVPool.shapes(tiny.MODEL, shape)
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
     if step == "prefill":
-        lowered = decode.prefill_sample.lower(tiny.weights(), pool, decode.Chunk.idle(shape), config=tiny.MODEL)
+        lowered = decode.prefill_chunk.lower(tiny.weights(), pool, decode.Chunk.idle(shape), config=tiny.MODEL)
     else:
         args = (tiny.weights(), pool, decode.Rows.idle(shape), np.int32(8))
         lowered = decode.decode_round.lower(*args, config=tiny.MODEL, max_steps=8)

@@ -26,7 +26,7 @@ def engine(cache=CACHE, poison=False, **options):
     made = Engine(weights(), MODEL, cache, **{"eos_token_ids": (5,), **options})
     made.warmup()
     if poison:
-        made.pool = jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), made.pool)
+        made.device.pool = jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), made.device.pool)
     return made
 
 

@@ -82,9 +82,9 @@ def test_logits_after_each_prefill_chunk_agree(demo: Demo) -> None:
         chunk.tokens[0, : len(new)] = new
         at = np.full(1, start, np.int32)
         chunk = chunk.replace(table=table, count=np.full(1, len(new), np.int32), length=at, position=at)
-        pool, logits = decode.prefill_chunk(loaded, pool, chunk, config=config)
+        pool, out = decode.prefill_chunk(loaded, pool, chunk, config=config)
         ends.append(start + len(new) - 1)
-        rows.append(logits[0])
+        rows.append(out.logits[0])
     assert ends[-1] == len(TOKENS) - 1
     assert_agrees(jnp.stack(rows), np.array(ends))
 
