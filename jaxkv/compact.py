@@ -10,13 +10,28 @@ from flax import struct
 from jax import lax
 
 from jaxkv.compression import Mode
-from jaxkv.dims import Array, Bool, Int
+from jaxkv.dims import Array, Bool, Int, ceil_div
 from jaxkv.policies.base import Cached, Observed, Policy
 from jaxkv.pool import KVPool
 from jaxkv.select import Budgets, newest, select
 from pallas_kernels import compact_reference
 
 Pages = TypeVar("Pages")
+
+NARROWEST = 1024
+"""Slots of the narrowest compaction."""
+
+
+def compaction_widths(table_width: int, block_size: int) -> list[int]:
+    """Return the widths, in blocks, that rows are compacted at: four times apart, the last at least ``table_width``.
+
+    Normalising and sorting cost by the width, and sums may round by it. So a row takes the narrowest that holds it, in
+    an engine and in a whole trace alike.
+    """
+    widths = [ceil_div(NARROWEST, block_size)]
+    while widths[-1] < table_width:
+        widths.append(4 * widths[-1])
+    return widths
 
 
 @struct.dataclass

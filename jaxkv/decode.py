@@ -1,4 +1,5 @@
-"""The jitted steps: prefill a chunk, decode a round, compact rows. Pure functions on arrays, for people who bring their own loop.
+"""The jitted steps: prefill a chunk, decode a round, compact rows. Pure functions on arrays, for people who bring
+their own loop.
 
 A round is one donated jit around a ``lax.while_loop``: token -> forward -> attend -> sample. How many steps it takes
 is a traced argument, as are tables, lengths and positions, so nothing recompiles when they change.
@@ -23,7 +24,7 @@ from jax import lax
 
 import pallas_kernels
 from jaxkv import model, sampling
-from jaxkv.compact import compact_rows
+from jaxkv.compact import compact_rows, compaction_widths
 from jaxkv.compression import Mode
 from jaxkv.config import CacheConfig, ModelConfig
 from jaxkv.dims import Array, Bool, Float, Int, host_array
@@ -119,6 +120,15 @@ class RoundOutput:
     logprobs: Float[Array, "B R"]
     count: Int[Array, "B"]
 
+    @classmethod
+    def empty(cls, rows: int, width: int) -> RoundOutput:
+        """Return room for ``width`` tokens a row."""
+        return cls(
+            tokens=jnp.zeros((rows, width), jnp.int32),
+            logprobs=jnp.zeros((rows, width), jnp.float32),
+            count=jnp.zeros(rows, jnp.int32),
+        )
+
 
 def paged_attend(
     table: Int[Array, "B M"],
@@ -146,7 +156,7 @@ def paged_attend(
 
 
 def observing(attend: model.Attend[KVPool], real: Bool[Array, "B T"]) -> model.Attend[tuple[KVPool, Observed | None]]:
-    """Return a callback that attends as ``attend`` does, and sums up the queries of real tokens before RoPE if asked to."""
+    """Return a callback that attends as ``attend`` does and, if asked to, sums up real queries before RoPE."""
 
     def both(
         state: tuple[KVPool, Observed | None], layer: int, heads: model.Heads
@@ -221,30 +231,80 @@ def decode_round(
       The pool, the rows after the round, and its tokens. A row whose token was a stop token is no longer active,
       and that token's K and V are not in the pool.
     """
-    width = rows.token.shape[0]
-    out = RoundOutput(
-        tokens=jnp.zeros((width, max_steps), jnp.int32),
-        logprobs=jnp.zeros((width, max_steps), jnp.float32),
-        count=jnp.zeros(width, jnp.int32),
-    )
+    out = RoundOutput.empty(rows.token.shape[0], max_steps)
+    return _decode_until(weights, pool, rows, out, jnp.minimum(steps, max_steps), config, implementation)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("n", "config", "mode", "lanes", "implementation"), donate_argnames=("pool",)
+)
+def decode_trace(
+    weights: model.Weights,
+    pool: KVPool,
+    rows: Rows,
+    *,
+    n: int,
+    config: ModelConfig,
+    budgets: Budgets | None = None,
+    policy: Policy | None = None,
+    mode: Mode = "per_head",
+    lanes: int = 1,
+    implementation: pallas_kernels.Implementation | None = None,
+) -> tuple[KVPool, Rows, RoundOutput]:
+    """Decode n tokens a row, or until all rows have drawn a stop token, with compaction inside: one program, no host.
+
+    Tokens are those that an engine of as many rows gives. Memory is constant: with a budget a row never holds more than
+    ``b_row + interval`` slots, so its table needs ``ceil((b_row + interval) / P)`` blocks however large n is, and these
+    have to be its own.
+
+    Args:
+      weights: the model's weights.
+      pool: donated. It has the rows' prompts in it; see ``prefill_chunk``.
+      rows: B rows. ``observed`` is for a policy that sums up queries.
+      n: most tokens a row (static): the width of the output.
+      config: the model's shapes (static).
+      budgets, policy: what rows may hold and how slots are ranked; both None keeps every token, and tables need room
+        for ``length + n`` slots.
+      mode: whose scores are pooled (static).
+      lanes: rows compacted at once (static).
+      implementation: as for ``pallas_kernels.attend`` (static).
+
+    Returns:
+      The pool, the rows afterwards, and the tokens.
+
+    Raises:
+      ValueError: of budgets and policy only one was given.
+    """
+    if (budgets is None) != (policy is None):
+        raise ValueError("budgets and policy go together: give both to compact rows, or neither to keep every token")
+    out = RoundOutput.empty(rows.token.shape[0], n)
+    if budgets is None or policy is None:
+        return _decode_until(weights, pool, rows, out, jnp.int32(n), config, implementation)
+    limits: Budgets = budgets
+    # The same width as in an engine, so that sums over slots round alike.
+    held = rows.table.shape[1]
+    width = compaction_widths(held, pool.block_size)[-1]
+    table = jnp.pad(rows.table, ((0, 0), (0, width - held)))
 
     def going(carry: tuple[Any, ...]) -> Array:
-        step, _, rows, _ = carry
-        return (step < jnp.minimum(steps, max_steps)) & jnp.any(rows.active)
+        _, rows, out = carry
+        return (jnp.max(out.count) < n) & jnp.any(rows.active)
 
     def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        step, pool, rows, out = carry
-        pool, observed, logits = _decode_step(weights, pool, rows, config, implementation)
-        tokens, logprobs = sampling.sample(logits, rows.sampling)
-        out = out.replace(
-            tokens=out.tokens.at[:, step].set(jnp.where(rows.active, tokens, 0)),
-            logprobs=out.logprobs.at[:, step].set(jnp.where(rows.active, logprobs, 0)),
-            count=out.count + rows.active,
+        pool, rows, out = carry
+        due = rows.active & (rows.length >= limits.trigger)
+        # A conditional would copy the pool. A call with nothing due goes through no row.
+        pool, length = compact_rows(
+            pool, table, table, rows.length, rows.position, due, limits, policy, rows.observed, mode=mode, lanes=lanes
         )
-        return step + 1, pool, _advanced(rows, tokens, observed), out
+        rows = rows.replace(length=length)
+        room = jnp.min(jnp.where(rows.active, limits.trigger - length, n))
+        return _decode_until(
+            weights, pool, rows, out, jnp.minimum(jnp.max(out.count) + room, n), config, implementation
+        )
 
-    _, pool, rows, out = lax.while_loop(going, body, (jnp.int32(0), pool, rows, out))
-    return pool, rows, out
+    carry: tuple[KVPool, Rows, RoundOutput] = lax.while_loop(going, body, (pool, rows, out))
+    return carry
 
 
 @functools.partial(jax.jit, static_argnames=("mode", "lanes"), donate_argnames=("pool",))
@@ -269,6 +329,36 @@ def compact_round(
     """
     args = (table, target, length, position, due, budgets, policy, observed)
     return compact_rows(pool, *args, mode=mode, lanes=lanes)[0]
+
+
+def _decode_until(
+    weights: model.Weights,
+    pool: KVPool,
+    rows: Rows,
+    out: RoundOutput,
+    end: Int[Array, ""],
+    config: ModelConfig,
+    implementation: pallas_kernels.Implementation | None,
+) -> tuple[KVPool, Rows, RoundOutput]:
+    """Decode until active rows have ``end`` tokens in ``out``, or no row is active. All active rows have as many."""
+
+    def going(carry: tuple[Any, ...]) -> Array:
+        step, _, rows, _ = carry
+        return (step < end) & jnp.any(rows.active)
+
+    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        step, pool, rows, out = carry
+        pool, observed, logits = _decode_step(weights, pool, rows, config, implementation)
+        tokens, logprobs = sampling.sample(logits, rows.sampling)
+        out = out.replace(
+            tokens=out.tokens.at[:, step].set(jnp.where(rows.active, tokens, 0)),
+            logprobs=out.logprobs.at[:, step].set(jnp.where(rows.active, logprobs, 0)),
+            count=out.count + rows.active,
+        )
+        return step + 1, pool, _advanced(rows, tokens, observed), out
+
+    _, pool, rows, out = lax.while_loop(going, body, (jnp.max(out.count), pool, rows, out))
+    return pool, rows, out
 
 
 def _decode_step(

@@ -12,17 +12,15 @@ import numpy as np
 
 import pallas_kernels
 from jaxkv import decode, monitor, policies
+from jaxkv.compact import compaction_widths
 from jaxkv.compression import CompressionConfig, RowBudget
 from jaxkv.config import CacheConfig, ModelConfig
-from jaxkv.dims import ceil_div, host_array
+from jaxkv.dims import host_array
 from jaxkv.model import Weights
 from jaxkv.policies.base import Observed
 from jaxkv.pool import KVPool
 from jaxkv.select import Budgets
 from jaxkv.stats import QueryStats
-
-NARROWEST = 1024
-"""Slots of the narrowest compaction. Normalising and sorting cost by the width, so there are a few, four times apart."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +67,7 @@ class Device:
             policy = policies.make(compression, dataclasses.replace(model, context=cache.context), stats)
             self.observed = Observed.create(policy, model, cache.rows)
             self._policy = jax.device_put(policy)
-        widths = [ceil_div(NARROWEST, cache.block_size)]
-        while widths[-1] < cache.table_width:
-            widths.append(4 * widths[-1])
-        self._widths = [min(width, cache.table_width) for width in widths]
+        self._widths = compaction_widths(cache.table_width, cache.block_size)
 
     def warmup(self) -> monitor.Compiles:
         """Compile every program on rows that nobody uses; return how many there were and the seconds they took."""

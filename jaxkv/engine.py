@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 import pallas_kernels
 from jaxkv import decode, monitor
@@ -25,7 +24,7 @@ from jaxkv.model import Weights
 from jaxkv.request import Event, Report, Request, Row
 from jaxkv.sampling import Sampling
 from jaxkv.stats import QueryStats
-from jaxkv.terms import Terms
+from jaxkv.terms import KEEP_EVERYTHING, Terms
 
 
 class Engine:
@@ -52,7 +51,7 @@ class Engine:
         cache: CacheConfig,
         *,
         eos_token_ids: Sequence[int] = (),
-        compression: CompressionConfig = CompressionConfig(),
+        compression: CompressionConfig = KEEP_EVERYTHING,
         stats: QueryStats | None = None,
         implementation: pallas_kernels.Implementation | None = None,
         step_tokens: int | None = None,
@@ -186,7 +185,10 @@ class Engine:
         seconds = time.perf_counter() - start
         for row in rows:
             row.prefill_seconds += seconds
-        return [event for at, row in done for event in self._take(row, tokens[at : at + 1], logprobs[at : at + 1])]
+        events: list[Event] = []
+        for at, row in done:
+            events += self._take(row, [int(tokens[at])], [float(logprobs[at])])
+        return events
 
     def _decode(self, round_steps: int) -> list[Event]:
         decoding = [row for row in self._admitted() if row.decoding]
@@ -213,14 +215,14 @@ class Engine:
             taken = int(count[row.index])
             row.length += taken
             row.position += taken
-            events += self._take(row, tokens[row.index, :taken], logprobs[row.index, :taken])
+            events += self._take(row, tokens[row.index, :taken].tolist(), logprobs[row.index, :taken].tolist())
         return events
 
-    def _take(self, row: Row, tokens: np.ndarray, logprobs: np.ndarray) -> list[Event]:
+    def _take(self, row: Row, tokens: list[int], logprobs: list[float]) -> list[Event]:
         """Give a row its new tokens, end it if one of them says so, and tell."""
         stops = self.terms.stop_ids(row.request)
         kept = 0
-        for token in tokens.tolist():
+        for token in tokens:
             kept += 1
             row.token = token
             stopped = token in stops or (row.request.watch is not None and row.request.watch(token))
@@ -231,7 +233,7 @@ class Engine:
         row.length -= len(tokens) - kept
         row.position -= len(tokens) - kept
         row.generated += kept
-        event = Event(row.request_id, tuple(tokens[:kept].tolist()), tuple(logprobs[:kept].tolist()))
+        event = Event(row.request_id, tuple(tokens[:kept]), tuple(logprobs[:kept]))
         return [event, self._finish(row)] if row.finish_reason else [event]
 
     def _compact(self, rows: list[Row]) -> None:

@@ -10,6 +10,7 @@ from jaxkv.dims import ceil_div
 from jaxkv.request import Request, RequestError
 from jaxkv.sampling import STOP_IDS
 
+KEEP_EVERYTHING = CompressionConfig()
 _ENGINES_OWN = ("method", "mode", "offsets", "aggregation", "stats", "seed")
 """What of a compression is compiled into the engine or loaded with it; the rest is a request's own."""
 
@@ -28,7 +29,7 @@ class Terms:
     model: ModelConfig
     cache: CacheConfig
     eos_token_ids: tuple[int, ...] = ()
-    compression: CompressionConfig = CompressionConfig()
+    compression: CompressionConfig = KEEP_EVERYTHING
 
     def __post_init__(self) -> None:
         if len(self.eos_token_ids) > STOP_IDS:
@@ -97,8 +98,8 @@ class Terms:
             raise RequestError(f"token {wrong} of the prompt is not one of the model's 0 to {size - 1}")
         if count >= cache.context:
             raise RequestError(
-                f"the prompt has {count} tokens and the context is {cache.context}, which leaves no room for an answer; "
-                "shorten the prompt or raise the context"
+                f"the prompt has {count} tokens and the context is {cache.context}, which leaves no room for an "
+                "answer; shorten the prompt or raise the context"
             )
         stops = len(self.stop_ids(request))
         if stops > STOP_IDS:

@@ -1,4 +1,4 @@
-"""The engine with compaction: blocks come back, nobody's output depends on a neighbour, and the host reads tokens alone."""
+"""The engine with compaction: blocks come back, neighbours change nothing, and the host reads tokens alone."""
 
 import dataclasses
 

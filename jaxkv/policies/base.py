@@ -51,13 +51,13 @@ class Observed:
         if self.query_sums is None:
             return self
         sums = (*self.query_sums[:layer], self.query_sums[layer].add(q, real), *self.query_sums[layer + 1 :])
-        return self.replace(query_sums=sums)  # type: ignore[attr-defined, no-any-return]
+        return self.replace(query_sums=sums)  # type: ignore[attr-defined]
 
     def cleared(self, rows: Bool[Array, "B"]) -> Observed:
         """Return it with some rows empty, as when another request takes the row."""
         sums = self.query_sums
         cleared = None if sums is None else tuple(layer.cleared(rows) for layer in sums)
-        return self.replace(query_sums=cleared)  # type: ignore[attr-defined, no-any-return]
+        return self.replace(query_sums=cleared)  # type: ignore[attr-defined]
 
     def put(self, rows: Int[Array, "R"], other: Observed) -> Observed:
         """Return it with some rows taken from another; a row past the last is dropped."""
@@ -65,7 +65,7 @@ class Observed:
             return self
         pairs = zip(self.query_sums, other.query_sums, strict=True)
         sums = tuple(mine.put(rows, theirs) for mine, theirs in pairs)
-        return self.replace(query_sums=sums)  # type: ignore[attr-defined, no-any-return]
+        return self.replace(query_sums=sums)  # type: ignore[attr-defined]
 
     def at(self, rows: Int[Array, "R"]) -> Observed:
         """Return what was gathered about some rows."""
