@@ -17,8 +17,18 @@ if TYPE_CHECKING:
     from jaxkv.sampling import SamplingParams
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_PER_REQUEST = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
-"""What a line of a JSONL file may set for its own request."""
+_NUMBER = (int, float)
+_PER_REQUEST: dict[str, type | tuple[type, ...]] = {
+    "max_tokens": int,
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "top_k": int,
+    "min_p": _NUMBER,
+    "seed": int,
+    "stop": (str, list),
+    "ignore_eos": bool,
+}
+"""What a line of a JSONL file may set for its own request, and as what."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    prompts, overrides = _prompts(args)
-    params = _params(args, overrides)
+    lines = _lines(args)
+    prompts, params = [line.prompt for line in lines], _params(args, lines)
     from jaxkv import sizing
     from jaxkv.llm import LLM
 
@@ -99,7 +109,7 @@ def _run(args: argparse.Namespace) -> None:
         stream = llm.stream(prompts, params, raw=args.raw, system_prompt=args.system_prompt)
         try:
             show = _show_json if args.json else _show_text
-            completions = show(stream, progress, len(prompts))
+            completions = show(stream, progress, len(lines))
         finally:
             stream.close()
     finally:
@@ -111,57 +121,84 @@ def _run(args: argparse.Namespace) -> None:
 # -- input -------------------------------------------------------------------------------------------------------------
 
 
-def _prompts(args: argparse.Namespace) -> tuple[list[Prompt], list[dict[str, Any]]]:
-    """Return the prompts and what each one sets for itself."""
-    prompts: list[Any] = [sys.stdin.read() if text == "-" else text for text in args.prompt or []]
-    overrides: list[dict[str, Any]] = [{} for _ in prompts]
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """A prompt, what it sets for itself, and where it was read, which is empty for an option."""
+
+    prompt: Prompt
+    own: dict[str, Any] = dataclasses.field(default_factory=dict)
+    where: str = ""
+
+
+def _lines(args: argparse.Namespace) -> list[_Line]:
+    texts = args.prompt or []
+    if texts.count("-") > 1:
+        raise ValueError("--prompt - is given twice, and stdin can be read once; give it once")
+    lines = [_Line(_read("stdin") if text == "-" else text) for text in texts]
     if args.prompts_file is not None:
-        lines = Path(args.prompts_file).read_text(encoding="utf-8").splitlines()
+        # Not splitlines, which also cuts at U+2028 and others that JSON strings may hold.
+        found = [(at, text) for at, text in enumerate(_read(args.prompts_file).split("\n"), 1) if text.strip()]
         is_json = Path(args.prompts_file).suffix in (".jsonl", ".ndjson") or (
-            lines and lines[0].lstrip().startswith("{")
+            found and found[0][1].lstrip().startswith("{")
         )
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                prompt, own = _json_line(line, f"{args.prompts_file}:{number}") if is_json else (line, {})
-                prompts.append(prompt)
-                overrides.append(own)
-    if not prompts:
+        for at, text in found:
+            where = f"{args.prompts_file}:{at}"
+            lines.append(_json_line(text, where) if is_json else _Line(text, where=where))
+    if not lines:
         raise ValueError("there is no prompt; give --prompt TEXT (- reads stdin) or --prompts-file FILE")
-    return prompts, overrides
+    return lines
 
 
-def _json_line(line: str, where: str) -> tuple[Prompt, dict[str, Any]]:
+def _read(name: str) -> str:
+    try:
+        return sys.stdin.read() if name == "stdin" else Path(name).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not text in {error.encoding}: {error.reason} at byte {error.start}") from None
+
+
+def _json_line(line: str, where: str) -> _Line:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
     if isinstance(value, str):
-        return value, {}
+        return _Line(value, where=where)
     if not isinstance(value, dict) or ("prompt" in value) == ("messages" in value):
         raise ValueError(f"{where} must be a string, or an object with either prompt or messages")
-    prompt = value.pop("prompt", None) or value.pop("messages", None)
-    if not _is_prompt(prompt):
+    key = "prompt" if "prompt" in value else "messages"
+    prompt = value.pop(key)
+    if not (_are_messages(prompt) or (key == "prompt" and (isinstance(prompt, str) or _are_tokens(prompt)))):
         raise ValueError(
-            f"{where}: the prompt must be a text, a list of token ids, or a list of messages with role and content"
+            f"{where}: prompt must be a text or a list of token ids, and messages a list of objects with role and "
+            "content, both texts"
         )
     unknown = sorted(set(value) - set(_PER_REQUEST))
     if unknown:
         raise ValueError(
             f"{where} has {', '.join(unknown)}; besides the prompt a line may set {', '.join(_PER_REQUEST)}"
         )
-    return prompt, value
+    for name, own in value.items():
+        # A bool is an int to Python, and is not to JSON.
+        if not isinstance(own, _PER_REQUEST[name]) or (isinstance(own, bool) and _PER_REQUEST[name] is not bool):
+            raise ValueError(f"{where}: {name}={json.dumps(own)} has the wrong type")
+    if not all(isinstance(text, str) for text in value.get("stop", [])):
+        raise ValueError(f"{where}: stop={json.dumps(value['stop'])} must be a text or a list of texts")
+    return _Line(prompt, value, where)
 
 
-def _is_prompt(value: Any) -> bool:
-    if isinstance(value, str):
-        return True
-    if not isinstance(value, list) or not value:
-        return False
-    messages = all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value)
-    return messages or all(type(token) is int for token in value)
+def _are_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in value)
+    )
 
 
-def _params(args: argparse.Namespace, overrides: list[dict[str, Any]]) -> list[SamplingParams]:
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def _params(args: argparse.Namespace, lines: list[_Line]) -> list[SamplingParams]:
     from jaxkv.sampling import SamplingParams
 
     common = SamplingParams(
@@ -175,11 +212,13 @@ def _params(args: argparse.Namespace, overrides: list[dict[str, Any]]) -> list[S
         ignore_eos=args.ignore_eos,
         logprobs=args.logprobs,
     )
-    seeds = [{"seed": (common.seed + index) % 2**32} for index in range(len(overrides))]
-    try:
-        return [dataclasses.replace(common, **{**seed, **own}) for seed, own in zip(seeds, overrides, strict=True)]
-    except TypeError as error:
-        raise ValueError(f"a line of the prompts file sets a value of the wrong type: {error}") from None
+    params = []
+    for index, line in enumerate(lines):
+        try:
+            params.append(dataclasses.replace(common, **{"seed": (common.seed + index) % 2**32, **line.own}))
+        except ValueError as error:
+            raise ValueError(f"{line.where}: {error}") from None
+    return params
 
 
 def _dtype(name: str) -> str | None:
@@ -220,6 +259,7 @@ def _show_json(stream: Any, progress: cli.Progress, count: int) -> list[Completi
         if delta.completion is not None:
             waiting[delta.index] = delta.completion
         while len(completions) in waiting:
+            progress.close()
             completions.append(waiting[len(completions)])
             print(json.dumps(completions[-1].to_json(), ensure_ascii=False), flush=True)
         progress.say(f"{len(completions)} of {count} requests, {tokens} tokens")
@@ -237,11 +277,11 @@ def _report(completions: list[Completion], llm: LLM, as_json: bool) -> None:
         if not as_json:
             print(name + _footer(done), file=sys.stderr)
     if not as_json and completions:
-        last = completions[0]
+        first = completions[0]
         print(
-            f"pool: {last.pool_blocks} blocks of {last.block_size} slots, {last.pool_bytes / 2**20:.1f} MiB; "
-            f"{last.model}; attention: {last.implementation}; loaded in {llm.load_seconds:.1f} s, "
-            f"compiled in {last.compile_seconds:.1f} s",
+            f"pool: {first.pool_blocks} blocks of {first.block_size} slots, {first.pool_bytes / 2**20:.1f} MiB; "
+            f"{first.model}; attention: {first.implementation}; loaded in {llm.load_seconds:.1f} s, "
+            f"compiled in {first.compile_seconds:.1f} s",
             file=sys.stderr,
         )
 

@@ -178,7 +178,7 @@ class LLM:
         if prompt and isinstance(prompt[0], dict):
             if raw:
                 raise RequestError("messages need the chat template, which raw leaves out; give a text or token ids")
-            return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+            return self.tokenizer.encode_chat(prompt)
         return prompt  # type: ignore[return-value]
 
     def generate(
@@ -237,9 +237,7 @@ class LLM:
             except ValueError as error:
                 raise RequestError(f"prompt {at} of {len(sources)}: {error}") from error
         texts = [_Text(TextStream(self.tokenizer, one.stop)) for one in every]
-        requests = [
-            Request(ids, one, watch=text.push) for ids, one, text in zip(encoded, every, texts, strict=True)
-        ]
+        requests = [Request(ids, one, watch=text.push) for ids, one, text in zip(encoded, every, texts, strict=True)]
         if not requests:
             raise ValueError("there is no prompt; give at least one")
         shape = self._shape_for(requests)

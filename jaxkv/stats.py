@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from jaxkv import rope
 from jaxkv.config import ModelConfig
@@ -115,7 +115,9 @@ class QueryStats:
         """Write a safetensors file: three float32 arrays [L, H, F], and the description as its metadata."""
         arrays = {name: np.ascontiguousarray(getattr(self, name), np.float32) for name in _ARRAYS}
         fields = dataclasses.asdict(self.info)
-        save_file(arrays, path, metadata={name: json.dumps(value) for name, value in fields.items()})
+        metadata = {name: json.dumps(value) for name, value in fields.items()}
+        # `save_file` would make it unreadable for everybody else.
+        Path(path).write_bytes(save(arrays, metadata=metadata))
 
     @classmethod
     def load(cls, path: str | Path, config: ModelConfig) -> QueryStats:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxkv.weights.gguf_metadata import read_metadata
+
 if TYPE_CHECKING:
     import tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -61,6 +63,12 @@ class Tokenizer:
     def backend(self) -> tokenizers.Tokenizer:
         """The Rust tokenizer that does the work."""
         return self.fast.backend_tokenizer
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
+        """Read the tokenizer of a model: a folder, or a GGUF file; raises as ``from_folder`` and ``from_gguf``."""
+        path = Path(path)
+        return cls.from_gguf(read_metadata(path)) if path.suffix == ".gguf" else cls.from_folder(path)
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike[str]) -> Tokenizer:
