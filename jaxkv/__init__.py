@@ -6,13 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxkv.completion import Completion as Completion
+    from jaxkv.completion import Delta as Delta
     from jaxkv.config import CacheConfig as CacheConfig
     from jaxkv.config import ModelConfig as ModelConfig
     from jaxkv.config import RopeConfig as RopeConfig
     from jaxkv.engine import Engine as Engine
     from jaxkv.llm import LLM as LLM
-    from jaxkv.llm import Completion as Completion
-    from jaxkv.llm import Delta as Delta
     from jaxkv.pool import KVPool as KVPool
     from jaxkv.request import Request as Request
     from jaxkv.request import RequestError as RequestError
@@ -22,8 +22,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CacheConfig": "config",
-    "Completion": "llm",
-    "Delta": "llm",
+    "Completion": "completion",
+    "Delta": "completion",
     "Engine": "engine",
     "KVPool": "pool",
     "LLM": "llm",

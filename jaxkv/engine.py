@@ -118,14 +118,16 @@ class Engine:
         return self.device.warmup()
 
     def step(self, round_steps: int | None = None) -> list[Event]:
-        """Admit what fits, prefill up to ``step_tokens``, compact what is due, decode one round; return the news.
+        """Admit what fits, prefill up to ``step_tokens``; unless that gave first tokens, compact what is due and decode
+        one round; return the news.
 
         Args:
           round_steps: most steps of the round, at most the cache's: fewer make a smoother stream. None is the cache's.
         """
         self._admit()
-        events = self._prefill()
-        return events + self._decode(min(round_steps or self.cache.round_steps, self.cache.round_steps))
+        # A first token is told at once, not after the round that follows it. Prompts that get theirs fill the rows, so
+        # decoding rows wait for no more than that.
+        return self._prefill() or self._decode(min(round_steps or self.cache.round_steps, self.cache.round_steps))
 
     def _admit(self) -> None:
         while self._queue:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from jaxkv import cli
 
 if TYPE_CHECKING:
-    from jaxkv.llm import LLM, Completion, Prompt
+    from jaxkv.completion import Completion
+    from jaxkv.compression import CompressionConfig
+    from jaxkv.llm import LLM, Prompt
     from jaxkv.sampling import SamplingParams
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -65,10 +67,37 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, default="auto", help="of the weights (default: float32 on a CPU, else bfloat16)")
     add("--kv-dtype", choices=DTYPES, default="auto", help="of the pool (default: float32 on a CPU, else the weights')")
     add("--implementation", metavar="NAME", help="kernels: xla, triton, mosaic_gpu, mosaic_tpu (default: by platform)")
+    _add_compression(parser.add_argument_group("compression"))
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object a request on stdout, and nothing else there")
+    add("--plot", metavar="FILE", help="draw blocks held against tokens generated: .png, .svg or .pdf")
     add("--quiet", "-q", action="store_true", help="no report and no progress on stderr")
     return parser
+
+
+def _add_compression(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--method",
+        default="none",
+        metavar="NAME",
+        help="none (default), triattention, streaming, knorm, keydiff, random",
+    )
+    add("--budget", type=_budget, metavar="N", help="slots a request keeps, or a ratio of it as 0.25 (default: 2048)")
+    add("--interval", type=int, metavar="N", help="decoded tokens between two compactions (default: 128)")
+    add("--window", type=int, metavar="N", help="newest slots always kept (default: 128)")
+    add("--sinks", type=int, metavar="N", help="oldest slots always kept (default: 4)")
+    add("--mode", metavar="NAME", help="per_head (default), per_layer_head, union or shared")
+    add("--prompt-policy", metavar="NAME", help="evict (default), or pin: the prompt is kept")
+    add("--stats", metavar="FILE", help="query statistics, or online (default: the package's)")
+    add("--compact-prefill", action="store_true", default=None, help="compact a long prompt between its chunks")
+
+
+def _budget(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,11 +108,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     lines = _lines(args)
-    prompts, params = [line.prompt for line in lines], _params(args, lines)
-    from jaxkv import sizing
+    prompts, params, compression = [line.prompt for line in lines], _params(args, lines), _compression(args)
+    from jaxkv import plots, sizing
     from jaxkv.llm import LLM
 
     memory = None if args.pool_memory is None else sizing.parse_bytes(args.pool_memory)
+    if args.plot is not None:
+        plots.check(args.plot)
     cli.keep_compiled_programs()
     progress = cli.Progress(not args.quiet)
     try:
@@ -98,6 +129,7 @@ def _run(args: argparse.Namespace) -> None:
             pool_memory=memory,
             prefill_chunk=args.prefill_chunk,
             context=args.context,
+            compression=compression,
             implementation=args.implementation,
         )
         if llm.context > llm.config.context and not args.quiet:
@@ -114,6 +146,8 @@ def _run(args: argparse.Namespace) -> None:
             stream.close()
     finally:
         progress.close()
+    if args.plot is not None:
+        plots.blocks_held(completions, args.plot)
     if not args.quiet:
         _report(completions, llm, args.json)
 
@@ -221,6 +255,17 @@ def _params(args: argparse.Namespace, lines: list[_Line]) -> list[SamplingParams
     return params
 
 
+def _compression(args: argparse.Namespace) -> CompressionConfig:
+    from jaxkv.compression import CompressionConfig
+
+    names = ("budget", "interval", "window", "sinks", "mode", "prompt_policy", "stats", "compact_prefill")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if given and args.method == "none":
+        option = next(iter(given)).replace("_", "-")
+        raise ValueError(f"--{option} is for a method that compresses; give --method triattention, or leave it out")
+    return CompressionConfig(method=args.method, **given)
+
+
 def _dtype(name: str) -> str | None:
     return None if name == "auto" else name
 
@@ -295,6 +340,12 @@ def _footer(done: Completion) -> str:
         f"prompt: {done.prompt_tokens} tokens, {prefill}; generated: {done.generated_tokens} tokens, {speed}; "
         f"blocks: {done.blocks_now} at the end, {done.blocks_peak} at the peak; finish: {done.finish_reason}"
     )
+    if done.compactions:
+        text += (
+            f"; compacted {done.compactions} times in {done.compaction_seconds:.2f} s ({done.prefill} prefill): "
+            f"{done.tokens_evicted} of {done.position} tokens evicted, {done.blocks_returned} blocks returned, "
+            f"{done.blocks_peak_uncompressed} blocks at the peak without"
+        )
     if done.logprobs:
         text += f"; mean log probability: {sum(done.logprobs) / len(done.logprobs):.3f}"
     return text

@@ -7,7 +7,6 @@ import operator
 import re
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,80 +14,23 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from jaxkv import sizing, weights
+from jaxkv.completion import Completion, Delta, RunningText
+from jaxkv.compression import CompressionConfig
 from jaxkv.config import CacheConfig
 from jaxkv.engine import Engine
 from jaxkv.pool import block_bytes
-from jaxkv.request import Event, Report, Request, RequestError
+from jaxkv.request import Report, Request, RequestError
 from jaxkv.sampling import SamplingParams
-from jaxkv.terms import Terms
+from jaxkv.stats_packaged import query_stats
+from jaxkv.terms import KEEP_EVERYTHING, Terms
 from jaxkv.text import TextStream
 from jaxkv.tokenizer import Tokenizer
-from jaxkv.weights.gguf_metadata import read_metadata
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """A text, token ids, or the messages of a chat."""
 
 MOST_ROWS = 8
 """Rows of an engine whose size nobody chose."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """A finished request. Its fields are those of the command's ``--json``, and their names stay.
-
-    Seconds of prefill and decoding are those of the calls that the request took part in; neighbours share them, and
-    compilation is in neither. ``blocks_now`` is what it held when it finished, before release.
-    """
-
-    prompt: str | list[int] | list[dict[str, str]]
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    prompt_tokens: int
-    generated_tokens: int
-    position: int
-    length: int
-    tokens_evicted: int
-    compactions: int
-    seed: int
-    prefill: str
-    queued_seconds: float
-    prefill_seconds: float
-    decode_seconds: float
-    compaction_seconds: float
-    compile_seconds: float
-    blocks_returned: int
-    blocks_now: int
-    blocks_peak: int
-    blocks_peak_uncompressed: int
-    block_size: int
-    pool_blocks: int
-    pool_bytes: int
-    model: str
-    implementation: str
-    reached_context: bool = False
-    logprobs: list[float] | None = None
-    blocks_history: tuple[tuple[int, int], ...] = ()
-    """Blocks held, as (tokens generated, blocks), each time that the number changed; not in the JSON."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields for ``json.dumps``; ``logprobs`` is there when they were asked for."""
-        fields = dataclasses.asdict(self)
-        del fields["blocks_history"]
-        if self.logprobs is None:
-            del fields["logprobs"]
-        return fields
-
-
-@dataclasses.dataclass(frozen=True)
-class Delta:
-    """A piece of a stream: what request ``index`` has new, and its completion when it has ended."""
-
-    index: int
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    completion: Completion | None = None
 
 
 class LLM:
@@ -105,7 +47,13 @@ class LLM:
         memory, or 85 % of the free memory of an accelerator less temporaries.
       prefill_chunk: tokens of a prompt that one call takes; None is 128 on a CPU and 512 elsewhere.
       context: most tokens of prompt and answer; None is the model's own. More is at the caller's risk.
+      compression: how requests are kept within a budget, unless one has its own; None keeps every token. TriAttention
+        takes its query statistics from ``compression.stats``: a file, ``online`` for each request's own, or None for
+        those that come with the package.
       implementation: as for ``pallas_kernels.attend``.
+
+    Raises:
+      ValueError: an option makes no sense, the model is not supported, or there are no query statistics for it.
     """
 
     def __init__(
@@ -120,6 +68,7 @@ class LLM:
         pool_memory: int | None = None,
         prefill_chunk: int | None = None,
         context: int | None = None,
+        compression: CompressionConfig | None = None,
         implementation: pallas_kernels.Implementation | None = None,
     ) -> None:
         if pool_blocks is not None and pool_memory is not None:
@@ -140,8 +89,10 @@ class LLM:
         self.implementation = implementation
         path = weights.locate(model)
         start = time.perf_counter()
+        self.compression = compression or KEEP_EVERYTHING
+        self._stats = query_stats(self.compression, weights.read_config(path))
         self.config, self._weights = weights.load(path, jnp.dtype(dtype))
-        self.tokenizer = _tokenizer(path)
+        self.tokenizer = Tokenizer.load(path)
         self._eos = self.tokenizer.eos_union(self.config.eos_token_ids)
         self.load_seconds = time.perf_counter() - start
         self._shape = dataclasses.replace(self._shape, context=context or self.config.context)
@@ -188,6 +139,7 @@ class LLM:
         *,
         raw: bool = False,
         system_prompt: str | None = None,
+        compression: CompressionConfig | Sequence[CompressionConfig] | None = None,
     ) -> list[Completion]:
         """Complete prompts and return them in order.
 
@@ -196,11 +148,13 @@ class LLM:
           params: for all prompts, or one for each.
           raw: tokenise texts as they are, without the chat template.
           system_prompt: put before each text as the chat's system message.
+          compression: for all prompts, or one for each, in place of the LLM's own. The budget and what goes with it may
+            differ, and ``method="none"`` keeps every token; the method and its statistics are the LLM's.
 
         Raises:
           RequestError: a prompt can never be served; none was started.
         """
-        deltas = self._start(prompts, params, raw, system_prompt, round_steps=None)
+        deltas = self._start(self._requests(prompts, params, raw, system_prompt, compression), round_steps=None)
         done = {delta.index: delta.completion for delta in deltas if delta.completion is not None}
         return [done[index] for index in sorted(done)]
 
@@ -211,63 +165,59 @@ class LLM:
         *,
         raw: bool = False,
         system_prompt: str | None = None,
+        compression: CompressionConfig | Sequence[CompressionConfig] | None = None,
     ) -> Generator[Delta]:
         """Do as ``generate`` does, but yield text as it is made.
 
         What can be refused is refused here, before the first piece is asked for. Closing the iterator cancels what has
         not ended.
         """
-        return self._start(prompts, params, raw, system_prompt, round_steps=8)
+        return self._start(self._requests(prompts, params, raw, system_prompt, compression), round_steps=8)
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def _start(
-        self, prompts: Any, params: Any, raw: bool, system_prompt: str | None, round_steps: int | None
-    ) -> Generator[Delta]:
+    def _requests(
+        self, prompts: Any, params: Any, raw: bool, system_prompt: str | None, compression: Any
+    ) -> list[_Job]:
+        sources = [_plain(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        if not sources:
+            raise ValueError("there is no prompt; give at least one")
+        every = _each("sampling params", params, SamplingParams, len(sources))
+        own = _each("compressions", compression, CompressionConfig | None, len(sources))
+        jobs = []
+        for at, (source, one) in enumerate(zip(sources, every, strict=True)):
+            try:
+                ids = self.encode(source, raw=raw, system_prompt=system_prompt)
+            except ValueError as error:
+                raise RequestError(f"prompt {at + 1} of {len(sources)}: {error}") from error
+            text = RunningText(TextStream(self.tokenizer, one.stop))
+            jobs.append(_Job(source, Request(ids, one, own[at], text.push), text))
+        return jobs
+
+    def _start(self, jobs: list[_Job], round_steps: int | None) -> Generator[Delta]:
         if self._busy:
             raise RuntimeError("another stream of this LLM is still open; read it to its end or close it first")
-        sources = [_plain(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
-        every = [params] * len(sources) if isinstance(params, SamplingParams) else list(params)
-        if len(every) != len(sources):
-            raise ValueError(f"{len(every)} sampling params were given for {len(sources)} prompts")
-        encoded = []
-        for at, source in enumerate(sources, 1):
+        shape = self._shape_for([job.request for job in jobs])
+        terms = self._terms(shape)
+        for at, job in enumerate(jobs, 1):
             try:
-                encoded.append(self.encode(source, raw=raw, system_prompt=system_prompt))
-            except ValueError as error:
-                raise RequestError(f"prompt {at} of {len(sources)}: {error}") from error
-        texts = [_Text(TextStream(self.tokenizer, one.stop)) for one in every]
-        requests = [Request(ids, one, watch=text.push) for ids, one, text in zip(encoded, every, texts, strict=True)]
-        if not requests:
-            raise ValueError("there is no prompt; give at least one")
-        shape = self._shape_for(requests)
-        terms = Terms(self.config, shape, self._eos)
-        for at, request in enumerate(requests, 1):
-            try:
-                terms.check(request)
+                terms.check(job.request)
             except RequestError as error:
-                raise RequestError(f"prompt {at} of {len(requests)}: {error}") from None
-        return self._run(self._engine_of(shape), requests, texts, sources, round_steps)
+                raise RequestError(f"prompt {at} of {len(jobs)}: {error}") from None
+        return self._run(self._engine_of(shape), jobs, round_steps)
 
-    def _run(
-        self,
-        engine: Engine,
-        requests: list[Request],
-        texts: list[_Text],
-        sources: list[Any],
-        round_steps: int | None,
-    ) -> Generator[Delta]:
+    def _run(self, engine: Engine, jobs: list[_Job], round_steps: int | None) -> Generator[Delta]:
         if self._busy or engine is not self._engine:
             raise RuntimeError("another stream of this LLM was opened before this one was read")
-        ids = {engine.add(request): at for at, request in enumerate(requests)}
+        ids = {engine.add(job.request): at for at, job in enumerate(jobs)}
         self._busy, sound = True, False
         try:
             while engine.has_work:
                 for event in engine.step(round_steps):
                     at = ids[event.request_id]
-                    delta = texts[at].delta(at, event)
+                    delta = jobs[at].text.delta(at, event)
                     if event.report is not None:
-                        completion = self._completion(engine, sources[at], requests[at], texts[at], event.report)
+                        completion = self._completion(engine, jobs[at], event.report)
                         delta = dataclasses.replace(delta, completion=completion)
                     sound = True
                     yield delta
@@ -282,20 +232,23 @@ class LLM:
                 # A step was torn in the middle, and with it the pool that it had been given.
                 self._engine = None
 
-    def _completion(self, engine: Engine, source: Any, request: Request, text: _Text, report: Report) -> Completion:
+    def _completion(self, engine: Engine, job: _Job, report: Report) -> Completion:
+        text, params = job.text, job.request.params
+        if text.stopped:
+            report = dataclasses.replace(report, finish_reason="stop", reached_context=False)
         return Completion(
-            prompt=source,
+            prompt=job.source,
             text=text.text,
             token_ids=list(text.token_ids),
-            seed=request.params.seed,
+            seed=params.seed,
             compile_seconds=self._compile_seconds,
             block_size=engine.cache.block_size,
             pool_blocks=engine.cache.blocks,
             pool_bytes=engine.device.pool.nbytes,
             model=self.config.name,
             implementation=engine.device.implementation,
-            logprobs=list(text.logprobs) if request.params.logprobs else None,
-            **{**dataclasses.asdict(report), **({"finish_reason": "stop"} if text.stopped else {})},
+            logprobs=list(text.logprobs) if params.logprobs else None,
+            **dataclasses.asdict(report),
         )
 
     # -- the engine's size ---------------------------------------------------------------------------------------
@@ -316,14 +269,16 @@ class LLM:
             return dataclasses.replace(shape, blocks=blocks)
         blocks = sizing.choose_blocks(
             self._weights,
-            self.config,
-            shape,
-            [min(len(one.prompt) + one.params.max_tokens - 1, shape.context) for one in requests],
+            self._terms(shape),
+            requests,
             present=current.blocks if current is not None and current.rows == rows else 0,
             replaced=0 if self._engine is None else self._engine.device.pool.nbytes,
             implementation=self.implementation,
         )
         return dataclasses.replace(shape, blocks=blocks)
+
+    def _terms(self, shape: CacheConfig) -> Terms:
+        return Terms(self.config, shape, self._eos, self.compression)
 
     def _engine_of(self, shape: CacheConfig) -> Engine:
         """Return a warm engine of this shape: the present one, or a new one in its place."""
@@ -331,11 +286,34 @@ class LLM:
             # The old pool goes before the new one comes.
             self._engine = None
             engine = Engine(
-                self._weights, self.config, shape, eos_token_ids=self._eos, implementation=self.implementation
+                self._weights,
+                self.config,
+                shape,
+                eos_token_ids=self._eos,
+                compression=self.compression,
+                stats=self._stats,
+                implementation=self.implementation,
             )
             self._compile_seconds = engine.warmup().seconds
             self._engine = engine
         return self._engine
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A prompt as it was given, its request, and the text that it becomes."""
+
+    source: str | list[int] | list[dict[str, str]]
+    request: Request
+    text: RunningText
+
+
+def _each(name: str, given: Any, kind: Any, count: int) -> list[Any]:
+    """Return one for each prompt, of what was given for all or for each."""
+    every = [given] * count if isinstance(given, kind) else list(given)
+    if len(every) != count:
+        raise ValueError(f"{len(every)} {name} were given for {count} prompts")
+    return every
 
 
 def _plain(prompt: Prompt) -> str | list[int] | list[dict[str, str]]:
@@ -352,40 +330,3 @@ def _plain(prompt: Prompt) -> str | list[int] | list[dict[str, str]]:
             f"a prompt is a text, a list of token ids or a list of messages, and got {prompt!r:.80}; "
             "one that is not a text stands in a list of prompts"
         ) from None
-
-
-def _tokenizer(path: Path) -> Tokenizer:
-    if path.suffix == ".gguf":
-        return Tokenizer.from_gguf(read_metadata(path))
-    return Tokenizer.from_folder(path)
-
-
-class _Text:
-    """What a request has generated so far, as tokens and as text that is safe to show."""
-
-    def __init__(self, stream: TextStream) -> None:
-        self._stream = stream
-        self._pending = ""
-        self.text = ""
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string ended the text, if need be with its very last bytes."""
-        return self._stream.stopped
-
-    def push(self, token: int) -> bool:
-        """Take a token; return whether it completed a stop string."""
-        self._pending += self._stream.push(token)
-        return self._stream.stopped
-
-    def delta(self, index: int, event: Event) -> Delta:
-        """Return what is new since the last call."""
-        if event.report is not None:
-            self._pending += self._stream.finish()
-        new, self._pending = self._pending, ""
-        self.text += new
-        self.token_ids += event.token_ids
-        self.logprobs += event.logprobs
-        return Delta(index, new, event.token_ids, event.logprobs)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxkv.llm import Completion
+    from jaxkv.completion import Completion
 
 _WITH, _WITHOUT = "#2a6fbb", "#999999"
 

@@ -59,12 +59,15 @@ class SamplingParams:
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or above, and finite")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; 1 keeps every token")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must be 0 (every token) or above")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k={self.top_k} must be 0 (every token) or above, and below 2**31")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p} must be between 0 and 1")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be from 0 to 2**32 - 1")
+        wrong = [token for token in self.stop_token_ids if not 0 <= token < 2**31]
+        if wrong:
+            raise ValueError(f"stop_token_ids has {wrong[0]}, which is no token id")
         if "" in self.stop:
             raise ValueError("a stop string is empty; it would end every text before its first token")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -13,15 +14,16 @@ import psutil
 import pallas_kernels
 from jaxkv import decode
 from jaxkv.config import CacheConfig, ModelConfig
-from jaxkv.dims import ceil_div
 from jaxkv.model import Weights
 from jaxkv.pool import KVPool, block_bytes
-from jaxkv.request import RequestError
+from jaxkv.request import Request, RequestError
+from jaxkv.terms import Terms
 
 HOST_SHARE = 0.5
 """Share of the free host memory that a pool takes at most."""
 DEVICE_SHARE = 0.85
 """Share of the free accelerator memory that a pool and the temporaries take at most."""
+_PLENTY = 2**31
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -44,38 +46,46 @@ def parse_bytes(text: str) -> int:
 
 def choose_blocks(
     weights: Weights,
-    model: ModelConfig,
-    cache: CacheConfig,
-    slots: Sequence[int],
+    terms: Terms,
+    requests: Sequence[Request],
     *,
     present: int = 0,
     replaced: int = 0,
     implementation: pallas_kernels.Implementation | None = None,
 ) -> int:
-    """Return the blocks of a pool that serves the ``cache.rows`` largest requests at once, as far as memory goes.
+    """Return the blocks of a pool that serves the largest requests, one a row, at once, as far as memory goes.
 
     Args:
-      weights, model, cache, replaced, implementation: as for ``most_blocks``.
-      slots: what each request needs at most.
+      weights, replaced, implementation: as for ``most_blocks``.
+      terms: model, compression and shapes to compile for; the number of blocks in there is not looked at.
+      requests: what is to be served.
       present: blocks of a pool that is there and compiled for. It is kept where it will do.
 
     Raises:
       RequestError: free memory has no room for the largest request.
     """
-    largest = sorted((max(1, ceil_div(count, cache.block_size)) for count in slots), reverse=True)[: cache.rows]
-    least, wanted = largest[0], rounded_up(sum(largest))
+    wanted, _ = _needed(terms, requests, _PLENTY)
     if present >= wanted:
         return present
-    room = most_blocks(weights, model, cache, replaced=replaced, implementation=implementation)
+    room = most_blocks(weights, terms.model, terms.cache, replaced=replaced, implementation=implementation)
+    # In a small pool a long prompt is compacted between its chunks, and needs less.
+    _, least = _needed(terms, requests, max(room, 1))
     # Free memory is never twice the same: when it is the limit, a little more is not worth a compile.
     if present >= least and room < min(wanted, 1.25 * present):
         return present
     if room < least:
         raise RequestError(
-            f"the largest request needs {least} blocks of {cache.block_size} and free memory has room for {room}; "
-            "lower max_tokens, or give the pool's size yourself"
+            f"the largest request needs {least} blocks of {terms.cache.block_size} and free memory has room for "
+            f"{room}; lower max_tokens, or give the pool's size yourself"
         )
     return min(wanted, room)
+
+
+def _needed(terms: Terms, requests: Sequence[Request], blocks: int) -> tuple[int, int]:
+    """Return what the requests need together in a pool of so many blocks, rounded up, and the largest alone."""
+    terms = dataclasses.replace(terms, cache=dataclasses.replace(terms.cache, blocks=blocks))
+    needs = sorted((max(1, terms.worst_case(one)) for one in requests), reverse=True)[: terms.cache.rows]
+    return rounded_up(sum(needs)), needs[0]
 
 
 def most_blocks(

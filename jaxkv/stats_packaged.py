@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from importlib import resources
 
+from jaxkv.compression import CompressionConfig
 from jaxkv.config import ModelConfig
 from jaxkv.stats import QueryStats
 
@@ -27,6 +28,25 @@ _FILES = {
         "head_dim": 64,
     },
 }
+
+
+def query_stats(compression: CompressionConfig, config: ModelConfig) -> QueryStats | None:
+    """Return the statistics that a compression asks for; None where it has no use for any, or takes each row's own.
+
+    Raises:
+      ValueError: the file does not fit the model, or none was named and the package has none for it.
+    """
+    if compression.method != "triattention" or compression.stats == "online":
+        return None
+    if compression.stats is not None:
+        return QueryStats.load(compression.stats, config)
+    stats = packaged(config)
+    if stats is None:
+        raise ValueError(
+            f"no query statistics of {config.name or 'this model'} come with the package: make them with "
+            "python -m jaxkv.calibrate and give the file as stats, or give stats='online'"
+        )
+    return stats
 
 
 def packaged(config: ModelConfig) -> QueryStats | None:

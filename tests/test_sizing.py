@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 
 from jaxkv import RequestError, sizing
 from jaxkv.pool import KVPool
+from jaxkv.request import Request
+from jaxkv.sampling import SamplingParams
+from jaxkv.terms import Terms
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 BLOCK_BYTES = KVPool.create(tiny.MODEL, tiny.CACHE).nbytes // (tiny.CACHE.blocks + 1)
@@ -70,7 +73,9 @@ def test_a_pool_takes_half_of_the_free_memory_and_no_more(available: int, replac
 
 def choose(slots: list[int], **options: Any) -> int:
     """For the tiny cache: blocks of 4 slots, 8 rows."""
-    return sizing.choose_blocks(tiny.weights(), tiny.MODEL, tiny.CACHE, slots, **options)
+    terms = Terms(tiny.MODEL, dataclasses.replace(tiny.CACHE, context=2**20))
+    requests = [Request([1] * count, SamplingParams(max_tokens=1)) for count in slots]
+    return sizing.choose_blocks(tiny.weights(), terms, requests, **options)
 
 
 def test_a_pool_holds_the_largest_requests_that_its_rows_can(memory: types.SimpleNamespace) -> None:

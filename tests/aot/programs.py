@@ -1,0 +1,102 @@
+"""Whole programs of a small Llama, compiled with the Triton kernels: programs.py NAME TARGET. Prints JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import ahead_of_time
+import jax
+import jax.numpy as jnp
+import numpy as np
+from kernel_cases import array
+
+import pallas_kernels
+from jaxkv import model as models
+from jaxkv import triattention
+from jaxkv.compact import plan
+from jaxkv.config import CacheConfig, ModelConfig
+from jaxkv.decode import Chunk, Rows, decode_round, prefill_chunk
+from jaxkv.pool import KVPool
+from jaxkv.select import Budgets, select
+from jaxkv.stats import QueryStats
+
+MODEL = ModelConfig("llama", 1024, 512, 1024, 4, 16, 4, 128, context=4096, name="small")
+CACHE = CacheConfig(blocks=4999, context=4096, dtype="bfloat16", rows=8, prefill_chunk=256, prefill_rows=2)
+
+
+def main(name: str, target: str) -> None:
+    """Compile one program and print what became of the pool."""
+    function, args = PROGRAMS[name]()
+    program = ahead_of_time.compile_for(target, function, *args, donate=(0,))
+    pool = KVPool.shapes(MODEL, CACHE)
+    calls = [line for line in program.text.splitlines() if "__gpu$xla.gpu.triton" in line]
+    kernels = ("attend_decode", "attend_chunk", "score", "compact")
+    found = {
+        "pool": pool.nbytes,
+        "aliased": program.memory.alias_size_in_bytes,
+        "temporaries": program.memory.temp_size_in_bytes,
+        "copies": program.copies(pool.k[0].size),
+        "calls": {kernel: sum(f"/{kernel}/" in line for line in calls) for kernel in kernels},
+        "spilled": {kernel.name: kernel.spilled for kernel in program.kernels if kernel.name.startswith(kernels)},
+    }
+    print(json.dumps(found))
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: array(*np.shape(x), dtype=np.asarray(x).dtype), tree)
+
+
+def _round() -> tuple[Any, Any]:
+    def function(pool: Any, weights: Any, rows: Any, steps: Any) -> Any:
+        return decode_round(weights, pool, rows, steps, config=MODEL, implementation="triton")
+
+    weights = models.weight_shapes(MODEL, jnp.bfloat16)
+    return function, (KVPool.shapes(MODEL, CACHE), weights, _shapes(Rows.idle(CACHE)), array(dtype="int32"))
+
+
+def _prefill() -> tuple[Any, Any]:
+    def function(pool: Any, weights: Any, chunk: Any) -> Any:
+        return prefill_chunk(weights, pool, chunk, config=MODEL, implementation="triton")
+
+    weights = models.weight_shapes(MODEL, jnp.bfloat16)
+    return function, (KVPool.shapes(MODEL, CACHE), weights, _shapes(Chunk.idle(CACHE)))
+
+
+def _compaction(mode: Any) -> tuple[Any, Any]:
+    def function(pool: Any, table: Any, target: Any, length: Any, position: Any, budgets: Any, *stats: Any) -> Any:
+        phases, means = stats
+        scores = []
+        for layer, k in enumerate(pool.k):
+            w, c = triattention.virtual_query(phases, means.layer(layer), position)
+            scores.append(pallas_kernels.score(k, table, length, w, c, implementation="triton"))
+        keeps = select(scores, length, budgets, mode)
+        count = jnp.minimum(length, budgets.b_row)
+        pages = list(zip(pool.k, pool.v, strict=True))
+        for index, keep in enumerate(keeps):
+            moves = plan(keep, count, table, target)
+            chosen = pages if len(keeps) == 1 else pages[index : index + 1]
+            fields = moves.keep, moves.count, moves.source, moves.target
+            moved = pallas_kernels.compact(chosen, *fields, implementation="triton")
+            pages[index : index + len(chosen)] = moved
+        return KVPool(k=tuple(k for k, _ in pages), v=tuple(v for _, v in pages))
+
+    rows = array(CACHE.rows, dtype="int32")
+    table = array(CACHE.rows, CACHE.table_width, dtype="int32")
+    budgets = Budgets(b_row=rows, interval=rows, window=rows, sinks=rows, pinned=rows)
+    mean = array(MODEL.layers, MODEL.heads, MODEL.frequencies)
+    phases = _shapes(triattention.Phases.of_model(MODEL))
+    args = (KVPool.shapes(MODEL, CACHE), table, table, rows, rows, budgets, phases, QueryStats(mean, mean, mean))
+    return function, args
+
+
+PROGRAMS = {
+    "decode_round": _round,
+    "prefill_chunk": _prefill,
+    "compaction_per_head": lambda: _compaction("per_head"),
+    "compaction_per_layer_head": lambda: _compaction("per_layer_head"),
+}
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
