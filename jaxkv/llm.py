@@ -91,7 +91,7 @@ class LLM:
         start = time.perf_counter()
         self.compression = compression or KEEP_EVERYTHING
         self._stats = query_stats(self.compression, weights.read_config(path))
-        self.config, self._weights = weights.load(path, jnp.dtype(dtype))
+        self.config, self.weights = weights.load(path, jnp.dtype(dtype))
         self.tokenizer = Tokenizer.load(path)
         self._eos = self.tokenizer.eos_union(self.config.eos_token_ids)
         self.load_seconds = time.perf_counter() - start
@@ -194,17 +194,25 @@ class LLM:
             jobs.append(_Job(source, Request(ids, one, own[at], text.push), text))
         return jobs
 
+    def engine(self, requests: Sequence[Request]) -> Engine:
+        """Return the engine that serves these requests, warm: the present one if it will do.
+
+        Raises:
+          RequestError: a request can never be served.
+        """
+        shape = self._shape_for(requests)
+        terms = self._terms(shape)
+        for at, request in enumerate(requests, 1):
+            try:
+                terms.check(request)
+            except RequestError as error:
+                raise RequestError(f"prompt {at} of {len(requests)}: {error}") from None
+        return self._engine_of(shape)
+
     def _start(self, jobs: list[_Job], round_steps: int | None) -> Generator[Delta]:
         if self._busy:
             raise RuntimeError("another stream of this LLM is still open; read it to its end or close it first")
-        shape = self._shape_for([job.request for job in jobs])
-        terms = self._terms(shape)
-        for at, job in enumerate(jobs, 1):
-            try:
-                terms.check(job.request)
-            except RequestError as error:
-                raise RequestError(f"prompt {at} of {len(jobs)}: {error}") from None
-        return self._run(self._engine_of(shape), jobs, round_steps)
+        return self._run(self.engine([job.request for job in jobs]), jobs, round_steps)
 
     def _run(self, engine: Engine, jobs: list[_Job], round_steps: int | None) -> Generator[Delta]:
         if self._busy or engine is not self._engine:
@@ -253,7 +261,7 @@ class LLM:
 
     # -- the engine's size ---------------------------------------------------------------------------------------
 
-    def _shape_for(self, requests: list[Request]) -> CacheConfig:
+    def _shape_for(self, requests: Sequence[Request]) -> CacheConfig:
         """Return the shape of an engine that can serve the requests: the present one's if it will do."""
         current = None if self._engine is None else self._engine.cache
         rows = self._rows or min(MOST_ROWS, len(requests))
@@ -268,7 +276,7 @@ class LLM:
                 raise ValueError(f"pool_memory={self._pool_memory} bytes hold no block beside the null block; raise it")
             return dataclasses.replace(shape, blocks=blocks)
         blocks = sizing.choose_blocks(
-            self._weights,
+            self.weights,
             self._terms(shape),
             requests,
             present=current.blocks if current is not None and current.rows == rows else 0,
@@ -286,7 +294,7 @@ class LLM:
             # The old pool goes before the new one comes.
             self._engine = None
             engine = Engine(
-                self._weights,
+                self.weights,
                 self.config,
                 shape,
                 eos_token_ids=self._eos,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.reference import _Tile
+from pallas_kernels.reference import Tile
 
 Carry = TypeVar("Carry")
 
@@ -77,8 +77,8 @@ def map_tiles(
     """
     rows, width = block_table.shape
     kv_heads, block = k_pages.shape[1], k_pages.shape[2]
-    padded = -(-width // _Tile(block_table, kv_heads, block).blocks)
-    slots = _Tile(block_table, kv_heads, block).slots
+    padded = -(-width // Tile(block_table, kv_heads, block).blocks)
+    slots = Tile(block_table, kv_heads, block).slots
     out = jnp.zeros((rows * kv_heads, groups, padded * slots), jnp.float32)
 
     def body(out: Array, k: Array, own: Array) -> Array:
@@ -96,7 +96,7 @@ def fold_tiles(
     length: Int[Array, "B"],
 ) -> Carry:
     """Fold ``function(carry, keys, slots)`` over the tiles up to the longest row; the rest is as for ``map_tiles``."""
-    tile = _Tile(block_table, k_pages.shape[1], k_pages.shape[2])
+    tile = Tile(block_table, k_pages.shape[1], k_pages.shape[2])
 
     def body(index: Array, carry: Carry) -> Carry:
         slots = index * tile.slots + jnp.arange(tile.slots)
