@@ -51,7 +51,7 @@ wheel: $(VENV)/.tools ## build dist/*.whl
 	$(VENV)/bin/python -m build --wheel --outdir dist .
 
 clean: ## remove the environments, caches and builds
-	rm -rf $(VENV) $(NEWEST) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(NEWEST) .venv-aot .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find jaxkv pallas_kernels scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/pyvenv.cfg:

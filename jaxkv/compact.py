@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+import pallas_kernels
 from jaxkv.compression import Mode
 from jaxkv.dims import Array, Bool, Int, ceil_div
 from jaxkv.policies.base import Cached, Observed, Policy
 from jaxkv.pool import KVPool
 from jaxkv.select import Budgets, newest, select
-from pallas_kernels import compact_reference
 
 Pages = TypeVar("Pages")
 
@@ -77,18 +77,20 @@ def plan(
     return Plan(keep=keep, count=count, source=source, target=jnp.where(written, target, -1))
 
 
-def compact(pages: Pages, plan: Plan) -> Pages:
+def compact(pages: Pages, plan: Plan, implementation: pallas_kernels.Implementation | None = None) -> Pages:
     """Move the kept slots of every array of a pytree, bit for bit.
 
     Args:
       pages: arrays ``[N, K, P, ...]``, or ``[N, P, ...]`` where all heads keep the same. Donate them, and no second
         copy is made (of float32 on a CPU; XLA widens a 16-bit scatter there).
       plan: for these pages; codes and scales of quantised pages move by one plan.
+      implementation: as for ``pallas_kernels.compact``.
 
     Raises:
       ValueError: an array has another shape, or no heads while heads keep different slots.
     """
-    return compact_reference.compact(pages, plan.keep, plan.count, plan.source, plan.target)
+    args = (plan.keep, plan.count, plan.source, plan.target)
+    return pallas_kernels.compact(pages, *args, implementation=implementation)
 
 
 def compact_rows(
@@ -105,6 +107,7 @@ def compact_rows(
     mode: Mode,
     lanes: int = 1,
     sliding: tuple[int, ...] = (),
+    implementation: pallas_kernels.Implementation | None = None,
 ) -> tuple[KVPool, Int[Array, "B"]]:
     """Bring every row that is due down to its budget: score all layers, select, move.
 
@@ -126,6 +129,7 @@ def compact_rows(
       lanes: rows handled at once (static): 1 suits a CPU, all of them kernels on an accelerator. It may change the
         rounding of a score, so one engine uses one number.
       sliding: layers with a sliding window (static). They keep their newest slots and take no part in the scores.
+      implementation: as for ``pallas_kernels.score`` and ``compact`` (static).
 
     Returns:
       The pool, and the lengths after it: ``min(length, b_row)`` where due.
@@ -151,6 +155,7 @@ def compact_rows(
             observed.at(index),
             mode,
             frozenset(sliding),
+            implementation,
         )
 
     pool = lax.fori_loop(0, (waiting + lanes - 1) // lanes, some_rows, pool)
@@ -168,12 +173,13 @@ def _compact_lanes(
     observed: Observed,
     mode: Mode,
     sliding: frozenset[int],
+    implementation: pallas_kernels.Implementation | None,
 ) -> KVPool:
     scored = [layer for layer in range(len(pool.k)) if layer not in sliding]
     scores = []
     with jax.named_scope("score"):
         for layer in scored:
-            cached = Cached(pool.k[layer], pool.v[layer], table, length, position, layer=layer)
+            cached = Cached(pool.k[layer], pool.v[layer], table, length, position, layer, implementation)
             scores.append(policy.score(cached, observed))
     with jax.named_scope("select"):
         keeps = select(scores, length, budgets, mode) if scored else ()
@@ -186,6 +192,8 @@ def _compact_lanes(
     with jax.named_scope("move"):
         for keep, layers in groups:
             pages = [(k[layer], v[layer]) for layer in layers]
-            for layer, page in zip(layers, compact(pages, plan(keep, count, table, target)), strict=True):
+            for layer, page in zip(
+                layers, compact(pages, plan(keep, count, table, target), implementation), strict=True
+            ):
                 k[layer], v[layer] = page
     return pool.replace(k=tuple(k), v=tuple(v))  # type: ignore[attr-defined]

@@ -156,7 +156,7 @@ def paged_attend(
 
 
 def observing(attend: model.Attend[KVPool], real: Bool[Array, "B T"]) -> model.Attend[tuple[KVPool, Observed | None]]:
-    """Return a callback that attends as ``attend`` does and, if asked to, sums up real queries before RoPE."""
+    """Return a callback that attends as ``attend`` does and gathers what is asked for of the real queries."""
 
     def both(
         state: tuple[KVPool, Observed | None], layer: int, heads: model.Heads
@@ -164,7 +164,7 @@ def observing(attend: model.Attend[KVPool], real: Bool[Array, "B T"]) -> model.A
         pool, observed = state
         pool, out = attend(pool, layer, heads)
         if observed is not None:
-            observed = observed.add(layer, heads.q, real)
+            observed = observed.add(layer, heads, real)
         return (pool, observed), out
 
     return both
@@ -294,9 +294,8 @@ def decode_trace(
         pool, rows, out = carry
         due = rows.active & (rows.length >= limits.trigger)
         # A conditional would copy the pool. A call with nothing due goes through no row.
-        pool, length = compact_rows(
-            pool, table, table, rows.length, rows.position, due, limits, policy, rows.observed, mode=mode, lanes=lanes
-        )
+        args = (table, table, rows.length, rows.position, due, limits, policy, rows.observed)
+        pool, length = compact_rows(pool, *args, mode=mode, lanes=lanes, implementation=implementation)
         rows = rows.replace(length=length)
         room = jnp.min(jnp.where(rows.active, limits.trigger - length, n))
         return _decode_until(
@@ -307,7 +306,7 @@ def decode_trace(
     return carry
 
 
-@functools.partial(jax.jit, static_argnames=("mode", "lanes"), donate_argnames=("pool",))
+@functools.partial(jax.jit, static_argnames=("mode", "lanes", "implementation"), donate_argnames=("pool",))
 def compact_round(
     pool: KVPool,
     table: Int[Array, "B M"],
@@ -321,6 +320,7 @@ def compact_round(
     *,
     mode: Mode,
     lanes: int = 1,
+    implementation: pallas_kernels.Implementation | None = None,
 ) -> KVPool:
     """Bring every row that is due down to its budget; see ``compact.compact_rows``. The pool is donated.
 
@@ -328,7 +328,7 @@ def compact_round(
     given away as soon as this is called.
     """
     args = (table, target, length, position, due, budgets, policy, observed)
-    return compact_rows(pool, *args, mode=mode, lanes=lanes)[0]
+    return compact_rows(pool, *args, mode=mode, lanes=lanes, implementation=implementation)[0]
 
 
 def _decode_until(

@@ -45,6 +45,7 @@ class Device:
       pool: donated to every call and replaced by its result.
       observed: what the policy wants gathered, or None.
       reads: how often an array was read by the host.
+      implementation: the kernels that are tried first, for reports.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Device:
         implementation: pallas_kernels.Implementation | None,
     ) -> None:
         self.implementation = pallas_kernels.candidates(implementation)[0]
+        self._implementation = implementation
         self.pool = KVPool.create(model, cache)
         self.observed: Observed | None = None
         self.reads = 0
@@ -67,6 +69,8 @@ class Device:
             policy = policies.make(compression, dataclasses.replace(model, context=cache.context), stats)
             self.observed = Observed.create(policy, model, cache.rows)
             self._policy = jax.device_put(policy)
+        # Rows one by one suit a CPU; kernels want them all at once.
+        self._lanes = 1 if jax.default_backend() == "cpu" else cache.rows
         self._widths = compaction_widths(cache.table_width, cache.block_size)
 
     def warmup(self) -> monitor.Compiles:
@@ -84,7 +88,7 @@ class Device:
         """Put a chunk into the pool."""
         chunk = chunk.replace(observed=self.observed)  # type: ignore[attr-defined]
         self.pool, out = decode.prefill_chunk(
-            self._weights, self.pool, chunk, config=self._model, implementation=self.implementation
+            self._weights, self.pool, chunk, config=self._model, implementation=self._implementation
         )
         self.observed = out.observed
         return out
@@ -99,7 +103,7 @@ class Device:
             np.int32(steps),
             config=self._model,
             max_steps=self._cache.round_steps,
-            implementation=self.implementation,
+            implementation=self._implementation,
         )
         self.observed = rows.observed
         return out
@@ -128,4 +132,12 @@ class Device:
             length[move.row], position[move.row], due[move.row] = move.length, move.position, True
             budgets[move.row] = move.budget
         rows = (table, target, length, position, due, Budgets.stack(budgets))
-        self.pool = decode.compact_round(self.pool, *rows, self._policy, self.observed, mode=self._mode)
+        self.pool = decode.compact_round(
+            self.pool,
+            *rows,
+            self._policy,
+            self.observed,
+            mode=self._mode,
+            lanes=self._lanes,
+            implementation=self._implementation,
+        )

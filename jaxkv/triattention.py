@@ -18,12 +18,12 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+import pallas_kernels
 from jaxkv import rope
 from jaxkv.compression import Aggregation
 from jaxkv.config import ModelConfig
 from jaxkv.dims import Array, Float, Int, ceil_div
 from jaxkv.stats import LayerMeans
-from pallas_kernels import score_reference
 
 _FINE_BITS = 7
 _FINE = 2**_FINE_BITS
@@ -139,6 +139,7 @@ def score(
     position: Int[Array, "B"],
     means: LayerMeans,
     phases: Phases,
+    implementation: pallas_kernels.Implementation | None = None,
 ) -> Float[Array, "B K G S"]:
     """Return TriAttention's score of every cached key for every query head, float32.
 
@@ -148,9 +149,10 @@ def score(
       position: t, tokens of the row whose K and V are computed.
       means: the layer's query statistics, for all rows or row by row.
       phases: the model's tables.
+      implementation: as for ``pallas_kernels.score``.
     """
     w, c = virtual_query(phases, means, position)
-    return score_reference.score(k_pages, block_table, length, w, c)
+    return pallas_kernels.score(k_pages, block_table, length, w, c, implementation=implementation)
 
 
 def _rows(phases: Phases, table: str, index: Int[Array, "B"]) -> tuple[Array, Array]:

@@ -6,34 +6,50 @@ block. Nothing in here knows about models or engines, and nothing imports jaxkv.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import reference
+from pallas_kernels import compact_reference, device, reference, score_reference
 
 Implementation = Literal["xla", "triton", "mosaic_gpu", "mosaic_tpu"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
-__all__ = ["IMPLEMENTATIONS", "Implementation", "attend", "candidates"]
+Pages = TypeVar("Pages")
 
-_ATTEND: dict[str, Callable[..., Any]] = {"xla": reference.attend}
+__all__ = ["IMPLEMENTATIONS", "Implementation", "attend", "candidates", "compact", "score"]
+
+_XLA: dict[str, Callable[..., Any]] = {
+    "attend": reference.attend,
+    "compact": compact_reference.compact,
+    "score": score_reference.score,
+}
 
 
 def candidates(implementation: Implementation | None = None) -> tuple[Implementation, ...]:
-    """Return the implementations to try, best first: the named one alone, or those of the default platform.
+    """Return the implementations to try, best first: the named one alone, or those for the chip that are installed.
 
     Raises:
       ValueError: the name is unknown.
     """
-    if implementation is None:
-        return ("xla",)
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r} is unknown; one of {', '.join(IMPLEMENTATIONS)} is")
-    return (implementation,)
+    if implementation is not None:
+        if implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"implementation={implementation!r} is unknown; one of {', '.join(IMPLEMENTATIONS)} is")
+        return (implementation,)
+    chip = device.current()
+    wanted: list[Implementation] = ["xla"]
+    if chip.platform == "tpu":
+        wanted.insert(0, "mosaic_tpu")
+    if chip.platform == "gpu" and chip.capability >= (8, 0):
+        wanted.insert(0, "triton")
+    if chip.platform == "gpu" and chip.capability >= (9, 0):
+        wanted.insert(0, "mosaic_gpu")
+    return tuple(name for name in wanted if _installed(name))
 
 
 def attend(
@@ -81,7 +97,6 @@ def attend(
     _check(q, k_pages, v_pages, block_table, query_slots)
     return _dispatch(
         "attend",
-        _ATTEND,
         implementation,
         (q, k_pages, v_pages, block_table, query_slots),
         {
@@ -96,17 +111,109 @@ def attend(
     )
 
 
-def _dispatch(
-    op: str, table: dict[str, Callable[..., Any]], implementation: Implementation | None, args: Any, options: Any
-) -> Any:
+def score(
+    k_pages: Float[Array, "N K P D"],
+    block_table: Int[Array, "B M"],
+    length: Int[Array, "B"],
+    w: Float[Array, "B O H D"],
+    c: Float[Array, "B H F"],
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B K G S"]:
+    """Score every cached key of a row for every query head, in float32: one pass over the keys.
+
+    ``S = max over o of k . w[o] + |k| . c`` with ``|k|_f = hypot(k[f], k[f + F])``: TriAttention (arXiv 2604.04921),
+    with the mean over future offsets folded into one w (O = 1), or their maximum (O of them).
+
+    Args:
+      k_pages: keys after RoPE of one layer.
+      block_table: slot s of row b is in block ``block_table[b, s // P]``.
+      length: slots that each row holds. 0 leaves a row out.
+      w, c: the virtual queries. Head h reads KV head ``h // G``.
+      implementation: None picks; a name insists.
+
+    Returns:
+      One score a slot, S = M * P. At and past ``length`` it is unspecified and may be NaN.
+
+    Raises:
+      ValueError: shapes do not fit, or the implementation's name is unknown.
+      NotImplementedError: no implementation can serve this call; the message carries each one's reason.
+    """
+    rows, _, heads, dim = w.shape
+    if dim != k_pages.shape[3] or heads % k_pages.shape[1] or c.shape != (rows, heads, dim // 2):
+        raise ValueError(
+            f"score wants pages [N, K, P, D], w [B, O, H, D] and c [B, H, F], "
+            f"and got {k_pages.shape}, {w.shape} and {c.shape}"
+        )
+    if len(block_table) != rows or length.shape != (rows,):
+        raise ValueError(
+            f"score wants block_table [{rows}, M] and length [{rows}], and got {block_table.shape} and {length.shape}"
+        )
+    return _dispatch("score", implementation, (k_pages, block_table, length, w, c), {})
+
+
+def compact(
+    pages: Pages,
+    keep: Int[Array, "B X S"],
+    count: Int[Array, "B"],
+    source: Int[Array, "B M"],
+    target: Int[Array, "B M"],
+    *,
+    implementation: Implementation | None = None,
+) -> Pages:
+    """Give slot j of every row and KV head what its slot ``keep[j]`` holds, bit for bit. Donate the pages.
+
+    Args:
+      pages: any pytree of arrays ``[N, K, P, ...]``, or ``[N, P, ...]`` where a slot is one for all heads. An array
+        that could be either is taken for the first.
+      keep: for each row and KV head the slots to keep, ascending, so ``keep[j] >= j``; X is K, or 1 where all heads
+        keep the same. Entries from ``count`` on are not used. S is M * P.
+      count: slots that a row keeps; 0 leaves the row as it is.
+      source: the row's block table.
+      target: the block that slots ``m * P ..`` go to: the source's own, or a fresh one where the source is shared;
+        -1 where nothing is to be written. No block may be another row's source and this one's target.
+      implementation: None picks; a name insists.
+
+    Returns:
+      The pages. Slots of a written block from ``count`` on hold anything.
+
+    Raises:
+      ValueError: shapes do not fit, or heads keep different slots of an array without heads.
+      NotImplementedError: no implementation can serve this call; the message carries each one's reason.
+    """
+    rows, width = source.shape
+    if target.shape != source.shape or count.shape != (rows,) or keep.shape[0] != rows or keep.shape[2] % width:
+        raise ValueError(
+            f"compact wants keep [B, X, M * P], count [B] and tables [B, M], "
+            f"and got {keep.shape}, {count.shape}, {source.shape} and {target.shape}"
+        )
+    return _dispatch("compact", implementation, (pages, keep, count, source, target), {})
+
+
+def _installed(name: str) -> bool:
+    return name == "xla" or importlib.util.find_spec(f"pallas_kernels.{name}") is not None
+
+
+def _function(op: str, name: str) -> Callable[..., Any]:
+    if name == "xla":
+        return _XLA[op]
+    if not _installed(name):
+        raise NotImplementedError("not installed")
+    try:
+        # Loaded at first use: a folder may ask for more of JAX than this one has.
+        module = importlib.import_module(f"pallas_kernels.{name}")
+    except ImportError as error:
+        raise NotImplementedError(f"cannot be imported with JAX {jax.__version__} ({error})") from error
+    return getattr(module, op)
+
+
+def _dispatch(op: str, implementation: Implementation | None, args: Any, options: dict[str, Any]) -> Any:
     reasons = []
     for name in candidates(implementation):
-        if name not in table:
-            reasons.append(f"{name}: not part of this release")
-            continue
         try:
+            function = _function(op, name)
             with jax.named_scope(f"{op}_{name}"):
-                return table[name](*args, **options)
+                return function(*args, **options)
         except NotImplementedError as error:
             reasons.append(f"{name}: {error}")
     raise NotImplementedError(f"{op} has no implementation for this call: " + "; ".join(reasons))

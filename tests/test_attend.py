@@ -99,6 +99,24 @@ def test_chunk_of_ragged_rows_with_every_option(implementation, options):
         assert np.all(np.asarray(lse)[~real] == -np.inf)
 
 
+@pytest.mark.parametrize("options", [{"window": 5}, {"window": 70, "softcap": 2.0}, {"scale": 0.4}], ids=str)
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_newest_queries_with_options(implementation, options, sinks, count):
+    """Slots far into a row, so that a window leaves whole tiles out, and a row of which nothing is decoded."""
+    rng = np.random.default_rng(6)
+    lengths = np.array([7, 33, 300, 513, 5])
+    k, v, table = shuffled_pages(rng, lengths, 2, BLOCK, 64)
+    q = queries(rng, 5, count, 6, 64)
+    slots = (lengths[:, None] - 1 - np.arange(count)).astype(np.int32)
+    slots[4] = -1
+    logits = rng.standard_normal(6).astype(np.float32) if sinks else None
+    expected, expected_lse = paged_attention(q, k, v, table, slots, **options, sinks=logits)
+    out, lse = attend(implementation, q, k, v, table, slots, return_lse=True, sink_logits=logits, **options)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(lse)[:4], expected_lse[:4], atol=1e-5)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("dim", [64, 96])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])

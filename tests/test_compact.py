@@ -25,6 +25,7 @@ from jaxkv.policies.triattention import TriAttention
 from jaxkv.pool import KVPool
 from jaxkv.select import Budgets
 from jaxkv.stats import QueryStats
+from pallas_kernels import compact_reference
 
 N, K, P, M = 60, 2, 4, 12
 """Small blocks, and a table wide enough for rows to span several tiles where those are made small."""
@@ -49,7 +50,7 @@ def random_pages(rng):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(compaction.compact_reference, "TILE_SLOTS", 4 * P)
+    monkeypatch.setattr(compact_reference, "TILE_SLOTS", 4 * P)
 
 
 @functools.cache

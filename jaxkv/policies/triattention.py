@@ -33,7 +33,13 @@ class TriAttention(Policy):
                 "triattention without stats needs the rows' query sums; give stats, or Observed.query_sums"
             )
         return triattention.score(
-            cached.k, cached.table, cached.length, cached.position, means=means, phases=self.phases
+            cached.k,
+            cached.table,
+            cached.length,
+            cached.position,
+            means=means,
+            phases=self.phases,
+            implementation=cached.implementation,
         )
 
 

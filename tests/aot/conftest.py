@@ -48,7 +48,11 @@ class AheadOfTime:
 
 @pytest.fixture(scope="session")
 def aot() -> AheadOfTime:
-    command = [str(ROOT / "scripts" / "aot_env.sh"), os.environ.get("AOT_VENV", str(ROOT / ".venv-aot")), sys.executable]
+    command = [
+        str(ROOT / "scripts" / "aot_env.sh"),
+        os.environ.get("AOT_VENV", str(ROOT / ".venv-aot")),
+        sys.executable,
+    ]
     made = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
     assert made.returncode == 0, made.stderr
     return AheadOfTime(made.stdout.strip())

@@ -1,0 +1,88 @@
+"""Memory of a decode round of Qwen3-8B in bfloat16, by part, on chips that are not there.
+
+    scripts/aot_env.sh .venv-aot && .venv-aot/bin/python scripts/memory_report.py
+
+Compiled at 32,768 tokens of context as they are, and with a budget of 3,072 and an interval of 128. ``other`` is what
+the program takes and gives besides weights and pool; temporaries are XLA's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import ahead_of_time
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ahead_of_time import TARGETS
+
+from jaxkv import model as models
+from jaxkv.config import CacheConfig, ModelConfig, RopeConfig
+from jaxkv.decode import Rows, decode_round
+from jaxkv.pool import KVPool
+
+QWEN3_8B = ModelConfig(
+    "qwen3",
+    vocab_size=151936,
+    width=4096,
+    mlp_width=12288,
+    layers=36,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    norm_eps=1e-6,
+    context=40960,
+    rope=RopeConfig(theta=1e6),
+    qk_norm=True,
+    name="Qwen3-8B",
+)
+CONTEXT, BUDGET, INTERVAL = 32768, 3072, 128
+GIB = 2**30
+
+
+def main() -> int:
+    """Compile each case and print a row of it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--target", action="append", choices=TARGETS, help="a chip (default: all)")
+    parser.add_argument("--layers", type=int, default=QWEN3_8B.layers, help="fewer compile faster")
+    args = parser.parse_args()
+    model = ModelConfig(**{**vars(QWEN3_8B), "layers": args.layers})
+    columns = "weights", "pool", "temporaries", "other", "in all", "of"
+    print(f"{'chip':<24} {'rows':>4} {'slots':>6} " + " ".join(f"{name:>11}" for name in columns) + "   GiB")
+    for target in args.target or TARGETS:
+        for rows in (1, 8):
+            for slots in (CONTEXT, BUDGET + INTERVAL):
+                parts = measure(target, model, rows, slots)
+                line = " ".join(f"{part / GIB:>11.3f}" for part in parts)
+                verdict = "fits" if parts[-2] <= parts[-1] else "does not fit"
+                print(f"{target:<24} {rows:>4} {slots:>6} {line}   {verdict}", flush=True)
+    return 0
+
+
+def measure(target: str, model: ModelConfig, rows: int, slots: int) -> tuple[int, ...]:
+    """Return bytes of weights, pool, temporaries, the rest, all of it, and the chip's memory."""
+    cache = CacheConfig(blocks=rows * slots // 16, context=slots, rows=rows, dtype="bfloat16")
+    pool, weights = KVPool.shapes(model, cache), models.weight_shapes(model, jnp.bfloat16)
+
+    def function(pool: Any, weights: Any, rows: Any, steps: Any) -> Any:
+        return decode_round(weights, pool, rows, steps, config=model, implementation="triton")
+
+    def shaped(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype)
+
+    args = (pool, weights, jax.tree.map(shaped, Rows.idle(cache)), jax.ShapeDtypeStruct((), jnp.int32))
+    program = ahead_of_time.compile_for(target, function, *args, donate=(0,))
+    if copies := program.copies(pool.k[0].size):
+        raise RuntimeError(f"the program copies pages of the pool: {copies[0]}")
+    memory = program.memory
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    other = memory.argument_size_in_bytes - held - pool.nbytes + outputs
+    parts = held, pool.nbytes, memory.temp_size_in_bytes, other
+    return (*parts, sum(parts), ahead_of_time.memory_size(target))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
