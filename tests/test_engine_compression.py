@@ -215,6 +215,33 @@ def test_shared_blocks_are_copied_out_of_and_dropped_never_written():
     assert report.blocks_returned == plain[1][0].blocks_returned
 
 
+@pytest.mark.parametrize("mode", ["per_head", "per_layer_head"])
+def test_nan_in_every_slot_past_the_length_just_after_a_compaction(mode, monkeypatch):
+    """Stale survivors of a move, the tail of the last block and all blocks given back: nobody reads them again."""
+    config = dataclasses.replace(SMALL, mode=mode)
+    requests = [dataclasses.replace(one, compression=None) for one in mixed(8)]
+    plain = tiny.drain(engine(config), requests)[0]
+    made = engine(config, poison=True)
+    compact = made.device.compact
+    poisoned = 0
+
+    def compact_and_poison(moves):
+        nonlocal poisoned
+        compact(moves)
+        held = np.zeros((tiny.CACHE.blocks + 1, P), bool)
+        for row in made._rows:
+            if row is not None:
+                slots = np.arange(row.length)
+                held[np.asarray(row.blocks)[slots // P], slots % P] = True
+        mask = held[:, None, :, None]
+        made.device.pool = jax.tree.map(lambda pages: jnp.where(mask, pages, jnp.nan), made.device.pool)
+        poisoned += 1
+
+    monkeypatch.setattr(made.device, "compact", compact_and_poison)
+    assert tiny.drain(made, requests)[0] == plain
+    assert poisoned > 5
+
+
 def test_what_comes_free_is_settled_before_anything_is_scored_whatever_the_scores_are(monkeypatch):
     one = request(np.random.default_rng(0), 30, 100)
     (_,), (plain,) = tiny.drain(engine(), [one])

@@ -113,7 +113,9 @@ def test_every_policy_keeps_what_is_pinned_and_as_many_as_the_budget_says(method
     stats = QueryStats(*rng.standard_normal((3, LAYERS, K * G, D // 2)).astype(np.float32))
     policy = policies.make(CompressionConfig(method=method), MODEL, stats)
     rows = [RowBudget(b_row=16, interval=8, window=6, sinks=2, pinned=5)] * 2
-    got, length = run(policy, pool, table, rows, mode="per_layer_head")
+    queries = rng.standard_normal((LAYERS, 2, K * G, policy.last_queries, D)).astype(np.float32)
+    observed = Observed(last_queries=tuple(map(jnp.asarray, queries)))
+    got, length = run(policy, pool, table, rows, mode="per_layer_head", observed=observed)
     np.testing.assert_array_equal(length, [16, 16])
     for layer, b, h in np.ndindex(LAYERS, 2, K):
         kept = oracle.unpaged(np.asarray(got.v[layer]), table[b], 16)[h]
@@ -211,7 +213,7 @@ def test_statistics_of_another_model_are_refused():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "h3o"}, "method='h3o' is unknown; one of none, keydiff, knorm, random, streaming, triattention is"),
+        ({"method": "h3o"}, "method='h3o' is unknown; one of none, h2o, keydiff, knorm, .*, triattention is"),
         ({"mode": "per_row"}, "mode='per_row' is unknown; one of per_head"),
         ({"prompt_policy": "drop"}, "prompt_policy='drop'"),
         ({"aggregation": "sum"}, "aggregation='sum'"),
