@@ -18,7 +18,6 @@ from jaxkv import cli
 
 if TYPE_CHECKING:
     from jaxkv.corpus import Text
-    from jaxkv.tokenizer import Tokenizer
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PICTURES = (".png", ".svg", ".pdf")
@@ -66,6 +65,7 @@ def _run(args: argparse.Namespace) -> None:
     import jax.numpy as jnp
 
     from jaxkv import calibration, weights
+    from jaxkv.tokenizer import Tokenizer
 
     path = weights.locate(args.model)
     config = weights.read_config(path)

@@ -81,7 +81,7 @@ def _add_compression(group: Any) -> None:
         "--method",
         default="none",
         metavar="NAME",
-        help="none (default), triattention, streaming, knorm, keydiff, random",
+        help="none (default), triattention, streaming, snapkv, h2o, knorm, keydiff, random",
     )
     add("--budget", type=_budget, metavar="N", help="slots a request keeps, or a ratio of it as 0.25 (default: 2048)")
     add("--interval", type=int, metavar="N", help="decoded tokens between two compactions (default: 128)")
