@@ -74,13 +74,22 @@ class Device:
         self._widths = compaction_widths(cache.table_width, cache.block_size)
 
     def warmup(self) -> monitor.Compiles:
-        """Compile every program on rows that nobody uses; return how many there were and the seconds they took."""
+        """Compile every program and run it once, in the null block; return how many there were and the seconds they
+        took.
+
+        A program that has only been compiled is slow the first time: its memory has to be touched. What is gathered
+        about a row here is cleared when a request takes the row.
+        """
+        size = self._cache.block_size
+        move = Move(0, [0, 0], [0, 0], 2 * size, 2 * size, RowBudget(size, interval=1, window=0, sinks=0, pinned=0))
         with monitor.compiles() as compiled:
-            out = self.prefill(decode.Chunk.idle(self._cache))
-            rounds = self.decode(decode.Rows.idle(self._cache), 0)
+            chunk, rows = decode.Chunk.idle(self._cache), decode.Rows.idle(self._cache)
+            chunk.count[0], rows.active[0] = 1, True
+            out = self.prefill(chunk)
+            rounds = self.decode(rows, 1)
             if self._policy is not None:
                 for width in self._widths:
-                    self._compact(width, ())
+                    self._compact(width, [move])
             jax.block_until_ready((self.pool, self.observed, out, rounds))
         return compiled
 

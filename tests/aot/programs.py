@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from kernel_cases import array
 
-import pallas_kernels
 from jaxkv import model as models
 from jaxkv import triattention
-from jaxkv.compact import plan
 from jaxkv.config import CacheConfig, ModelConfig
-from jaxkv.decode import Chunk, Rows, decode_round, prefill_chunk
+from jaxkv.decode import Chunk, Rows, compact_round, decode_round, decode_trace, prefill_chunk
+from jaxkv.policies.triattention import TriAttention
 from jaxkv.pool import KVPool
-from jaxkv.select import Budgets, select
+from jaxkv.select import Budgets
 from jaxkv.stats import QueryStats
 
 MODEL = ModelConfig("llama", 1024, 512, 1024, 4, 16, 4, 128, context=4096, name="small")
@@ -64,36 +63,38 @@ def _prefill() -> tuple[Any, Any]:
     return function, (KVPool.shapes(MODEL, CACHE), weights, _shapes(Chunk.idle(CACHE)))
 
 
-def _compaction(mode: Any) -> tuple[Any, Any]:
-    def function(pool: Any, table: Any, target: Any, length: Any, position: Any, budgets: Any, *stats: Any) -> Any:
-        phases, means = stats
-        scores = []
-        for layer, k in enumerate(pool.k):
-            w, c = triattention.virtual_query(phases, means.layer(layer), position)
-            scores.append(pallas_kernels.score(k, table, length, w, c, implementation="triton"))
-        keeps = select(scores, length, budgets, mode)
-        count = jnp.minimum(length, budgets.b_row)
-        pages = list(zip(pool.k, pool.v, strict=True))
-        for index, keep in enumerate(keeps):
-            moves = plan(keep, count, table, target)
-            chosen = pages if len(keeps) == 1 else pages[index : index + 1]
-            fields = moves.keep, moves.count, moves.source, moves.target
-            moved = pallas_kernels.compact(chosen, *fields, implementation="triton")
-            pages[index : index + len(chosen)] = moved
-        return KVPool(k=tuple(k for k, _ in pages), v=tuple(v for _, v in pages))
-
+def _policy() -> tuple[Any, Any]:
+    """The policy and the budgets of rows that TriAttention compacts, as shapes."""
     rows = array(CACHE.rows, dtype="int32")
-    table = array(CACHE.rows, CACHE.table_width, dtype="int32")
-    budgets = Budgets(b_row=rows, interval=rows, window=rows, sinks=rows, pinned=rows)
     mean = array(MODEL.layers, MODEL.heads, MODEL.frequencies)
     phases = _shapes(triattention.Phases.of_model(MODEL))
-    args = (KVPool.shapes(MODEL, CACHE), table, table, rows, rows, budgets, phases, QueryStats(mean, mean, mean))
-    return function, args
+    budgets = Budgets(b_row=rows, interval=rows, window=rows, sinks=rows, pinned=rows)
+    return TriAttention(phases=phases, stats=QueryStats(mean, mean, mean)), budgets
+
+
+def _compaction(mode: Any) -> tuple[Any, Any]:
+    def function(pool: Any, *args: Any) -> Any:
+        return compact_round(pool, *args, mode=mode, lanes=CACHE.rows, implementation="triton")
+
+    rows, due = array(CACHE.rows, dtype="int32"), array(CACHE.rows, dtype="bool")
+    table = array(CACHE.rows, CACHE.table_width, dtype="int32")
+    policy, budgets = _policy()
+    return function, (KVPool.shapes(MODEL, CACHE), table, table, rows, rows, due, budgets, policy)
+
+
+def _trace() -> tuple[Any, Any]:
+    def function(pool: Any, weights: Any, rows: Any, policy: Any, budgets: Any) -> Any:
+        options = {"budgets": budgets, "policy": policy, "lanes": CACHE.rows, "implementation": "triton"}
+        return decode_trace(weights, pool, rows, n=1000, config=MODEL, **options)
+
+    weights = models.weight_shapes(MODEL, jnp.bfloat16)
+    return function, (KVPool.shapes(MODEL, CACHE), weights, _shapes(Rows.idle(CACHE)), *_policy())
 
 
 PROGRAMS = {
     "decode_round": _round,
     "prefill_chunk": _prefill,
+    "decode_trace": _trace,
     "compaction_per_head": lambda: _compaction("per_head"),
     "compaction_per_layer_head": lambda: _compaction("per_layer_head"),
 }

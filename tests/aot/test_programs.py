@@ -1,4 +1,4 @@
-"""The decode round, the prefill and the compaction of a small Llama, compiled with the Triton kernels: one pool."""
+"""What the engine calls for a small Llama, and a whole trace of it, compiled with the Triton kernels: one pool."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ LAYERS = 4
 CALLS = {
     "decode_round": {"attend_decode": LAYERS},
     "prefill_chunk": {"attend_chunk": LAYERS},
+    "decode_trace": {"attend_decode": LAYERS, "score": LAYERS, "compact": LAYERS},
     "compaction_per_head": {"score": LAYERS, "compact": LAYERS},
     "compaction_per_layer_head": {"score": LAYERS, "compact": LAYERS},
 }
