@@ -6,7 +6,7 @@ set -euo pipefail
 
 directory=${1:?usage: scripts/aot_env.sh DIRECTORY [PYTHON]}
 base=${2:-.venv/bin/python}
-assembler=13.5.37
+assembler=$(sed -n "s/^nvidia-cuda-nvcc==//p" "$(dirname "${BASH_SOURCE[0]}")/../constraints.txt")
 
 jax=$("$base" -c 'import importlib.metadata; print(importlib.metadata.version("jax"))')
 base=$("$base" -c 'import sys; print(sys.executable)')
