@@ -65,15 +65,9 @@ def calibrate(
       ValueError: there is no token, a window is empty or too long, an id is not in the vocabulary, or the forward pass
         gave values that are not finite.
     """
-    on_cpu = jax.default_backend() == "cpu"
     dtype = weights.embedding.dtype.name
     context = default_context(config) if context is None else context
-    cache = CacheConfig(
-        blocks=-(-context // CacheConfig.block_size),
-        context=context,
-        dtype="float32" if on_cpu else dtype,
-        prefill_chunk=min(context, (128 if on_cpu else 512) if chunk is None else chunk),
-    )
+    cache = _one_row(context, chunk, dtype)
     before = [] if bos is None else [bos]
     pool = KVPool.create(config, cache)
     sums = tuple(QuerySums.create(1, config.heads, config.frequencies) for _ in range(config.layers))
@@ -96,6 +90,16 @@ def calibrate(
     if not all(np.isfinite(array).all() for array in jax.tree.leaves(stats)):
         raise ValueError(f"the forward pass in {dtype} gave queries that are not finite; use float32 weights")
     return stats
+
+
+def _one_row(context: int, chunk: int | None, dtype: str) -> CacheConfig:
+    on_cpu = jax.default_backend() == "cpu"
+    return CacheConfig(
+        blocks=-(-context // CacheConfig.block_size),
+        context=context,
+        dtype="float32" if on_cpu else dtype,
+        prefill_chunk=min(context, (128 if on_cpu else 512) if chunk is None else chunk),
+    )
 
 
 def default_context(config: ModelConfig) -> int:

@@ -144,19 +144,9 @@ def compact_rows(
     def some_rows(turn: Array, pool: KVPool) -> KVPool:
         index = lax.dynamic_slice_in_dim(order, turn * lanes, lanes)
         here = turn * lanes + jnp.arange(lanes) < waiting
-        return _compact_lanes(
-            pool,
-            table[index],
-            target[index],
-            jnp.where(here, length[index], 0),
-            position[index],
-            budgets.at(index),
-            policy,
-            observed.at(index),
-            mode,
-            frozenset(sliding),
-            implementation,
-        )
+        lane = (table[index], target[index], jnp.where(here, length[index], 0), position[index], budgets.at(index))
+        layers = frozenset(sliding)
+        return _compact_lanes(pool, *lane, policy, observed.at(index), mode, layers, implementation)
 
     pool = lax.fori_loop(0, (waiting + lanes - 1) // lanes, some_rows, pool)
     return pool, jnp.where(due, jnp.minimum(length, budgets.b_row), length)

@@ -280,30 +280,8 @@ def decode_trace(
     out = RoundOutput.empty(rows.token.shape[0], n)
     if budgets is None or policy is None:
         return _decode_until(weights, pool, rows, out, jnp.int32(n), config, implementation)
-    limits: Budgets = budgets
-    # The same width as in an engine, so that sums over slots round alike.
-    held = rows.table.shape[1]
-    width = compaction_widths(held, pool.block_size)[-1]
-    table = jnp.pad(rows.table, ((0, 0), (0, width - held)))
-
-    def going(carry: tuple[Any, ...]) -> Array:
-        _, rows, out = carry
-        return (jnp.max(out.count) < n) & jnp.any(rows.active)
-
-    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        pool, rows, out = carry
-        due = rows.active & (rows.length >= limits.trigger)
-        # A conditional would copy the pool. A call with nothing due goes through no row.
-        args = (table, table, rows.length, rows.position, due, limits, policy, rows.observed)
-        pool, length = compact_rows(pool, *args, mode=mode, lanes=lanes, implementation=implementation)
-        rows = rows.replace(length=length)
-        room = jnp.min(jnp.where(rows.active, limits.trigger - length, n))
-        return _decode_until(
-            weights, pool, rows, out, jnp.minimum(jnp.max(out.count) + room, n), config, implementation
-        )
-
-    carry: tuple[KVPool, Rows, RoundOutput] = lax.while_loop(going, body, (pool, rows, out))
-    return carry
+    settings = {"mode": mode, "lanes": lanes, "implementation": implementation}
+    return _decode_compacting(weights, pool, rows, out, n, config, budgets, policy, settings)
 
 
 @functools.partial(jax.jit, static_argnames=("mode", "lanes", "implementation"), donate_argnames=("pool",))
@@ -359,6 +337,42 @@ def _decode_until(
 
     _, pool, rows, out = lax.while_loop(going, body, (jnp.max(out.count), pool, rows, out))
     return pool, rows, out
+
+
+def _decode_compacting(
+    weights: model.Weights,
+    pool: KVPool,
+    rows: Rows,
+    out: RoundOutput,
+    n: int,
+    config: ModelConfig,
+    budgets: Budgets,
+    policy: Policy,
+    settings: dict[str, Any],
+) -> tuple[KVPool, Rows, RoundOutput]:
+    """Decode until active rows have n tokens: up to the next trigger of any row, compact what is due, and on."""
+    # The same width as in an engine, so that sums over slots round alike.
+    held = rows.table.shape[1]
+    width = compaction_widths(held, pool.block_size)[-1]
+    table = jnp.pad(rows.table, ((0, 0), (0, width - held)))
+
+    def going(carry: tuple[Any, ...]) -> Array:
+        _, rows, out = carry
+        return (jnp.max(out.count) < n) & jnp.any(rows.active)
+
+    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        pool, rows, out = carry
+        due = rows.active & (rows.length >= budgets.trigger)
+        # A conditional would copy the pool. A call with nothing due goes through no row.
+        args = (table, table, rows.length, rows.position, due, budgets, policy, rows.observed)
+        pool, length = compact_rows(pool, *args, **settings)
+        rows = rows.replace(length=length)
+        room = jnp.min(jnp.where(rows.active, budgets.trigger - length, n))
+        end = jnp.minimum(jnp.max(out.count) + room, n)
+        return _decode_until(weights, pool, rows, out, end, config, settings["implementation"])
+
+    carry: tuple[KVPool, Rows, RoundOutput] = lax.while_loop(going, body, (pool, rows, out))
+    return carry
 
 
 def _decode_step(

@@ -133,8 +133,8 @@ def test_compiled_programs_are_kept_in_the_users_cache_folder(monkeypatch: pytes
     cli.keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "jaxkv" / "xla")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert cli.cache_folder() == Path("/home/somebody/.cache/jaxkv")
+    monkeypatch.setenv("HOME", "/nowhere/somebody")
+    assert cli.cache_folder() == Path("/nowhere/somebody/.cache/jaxkv")
 
 
 @pytest.mark.usefixtures("restored")

@@ -204,7 +204,11 @@ def test_all_reasons_are_in_one_error() -> None:
     ],
 )
 def test_what_changes_nothing_is_accepted(changes: dict[str, Any]) -> None:
-    hf.model_config(RAW | changes)
+    plain = hf.model_config(
+        RAW | {"model_type": changes.get("model_type", RAW["model_type"])} | {"sliding_window": None}
+    )
+    changed = hf.model_config(RAW | changes)
+    assert dataclasses.replace(changed, context=plain.context) == plain
 
 
 def test_gguf_metadata() -> None:
