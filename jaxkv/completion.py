@@ -14,7 +14,8 @@ class Completion:
     """A finished request. Its fields are those of the command's ``--json``, and their names stay.
 
     Seconds of prefill and decoding are those of the calls that the request took part in; neighbours share them, and
-    compilation is in neither. ``blocks_now`` is what it held when it finished, before release.
+    compilation is in neither. ``compile_seconds`` is the warm-up of its
+    engine, which other requests may have shared. ``blocks_now`` is what it held when it finished, before release.
     """
 
     prompt: str | list[int] | list[dict[str, str]]
