@@ -334,3 +334,20 @@ def test_a_row_without_a_budget_never_reaches_a_trigger():
     np.testing.assert_array_equal(budgets.oldest, [30, 0])
     assert budgets.trigger[0] == 80 and budgets.trigger[1] > 10**9
     np.testing.assert_array_equal(budgets.at(jnp.asarray([1, 0])).window, [0, 8])
+
+
+def test_no_two_policies_are_one_pytree():
+    """jaxlib takes dataclasses of like fields for equal, and a jitted function then runs another policy's program."""
+
+    @struct.dataclass
+    class Mine(Policy):
+        pass
+
+    made = [
+        policies.make(CompressionConfig(method=name, **({"stats": "online"} if name == "triattention" else {})), MODEL)
+        for name in policies.names()
+    ]
+    structures = [jax.tree.structure(policy) for policy in [*made, Mine()]]
+    assert all(a != b for i, a in enumerate(structures) for b in structures[:i])
+    assert jax.tree.map(lambda leaf: leaf, Mine()).kind == Mine().kind
+    assert Mine().replace(kind="other").kind == Mine().kind

@@ -97,11 +97,19 @@ class Observed:
         )
 
 
+@struct.dataclass
 class Policy:
     """A way to rank cached slots. A subclass is a ``flax.struct.dataclass``: its arrays are traced, its type is static.
 
     A new policy is one module of ``jaxkv.policies`` with a subclass and ``make``.
     """
+
+    kind: str = struct.field(pytree_node=False, default="", kw_only=True)
+    """The class by name; set here. To jaxlib 0.10.2 two dataclasses of like fields are equal as pytrees, so without this a jitted
+    function now and then ran what had been compiled for another policy."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", f"{type(self).__module__}.{type(self).__qualname__}")
 
     @property
     def observes_queries(self) -> bool:
