@@ -35,7 +35,12 @@ class Completion:
     decode_seconds: float
     compaction_seconds: float
     compile_seconds: float
+    cached_tokens: int
+    continued_tokens: int
+    history: str
+    preemptions: int
     blocks_returned: int
+    blocks_dropped: int
     blocks_now: int
     blocks_peak: int
     blocks_peak_uncompressed: int

@@ -124,6 +124,8 @@ class CacheConfig:
       prefill_rows: rows that one prefill call takes.
       round_steps: decode steps between two looks of the host.
       context: most tokens a row may have; it fixes the width M of a block table.
+      prefix_cache: whether full blocks can be found again by the tokens in them and before them.
+      kept_rows: rows that are held on to after their end, at most, so that they can be continued.
     """
 
     blocks: int
@@ -134,11 +136,15 @@ class CacheConfig:
     prefill_chunk: int = 128
     prefill_rows: int = 1
     round_steps: int = 32
+    prefix_cache: bool = True
+    kept_rows: int = 8
 
     def __post_init__(self) -> None:
         for field in ("blocks", "context", "block_size", "rows", "prefill_chunk", "prefill_rows", "round_steps"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        if self.kept_rows < 0:
+            raise ValueError(f"kept_rows={self.kept_rows} must be 0 (none) or above")
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
             raise ValueError(f"block_size={self.block_size} must be a power of two up to 256")
         if self.dtype not in ("float32", "bfloat16", "float16"):

@@ -19,115 +19,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
 import pallas_kernels
 from jaxkv import model, sampling
+from jaxkv.batch import Chunk as Chunk
+from jaxkv.batch import PrefillOutput as PrefillOutput
+from jaxkv.batch import RoundOutput as RoundOutput
+from jaxkv.batch import Rows as Rows
 from jaxkv.compact import compact_rows, compaction_widths
 from jaxkv.compression import Mode
-from jaxkv.config import CacheConfig, ModelConfig
-from jaxkv.dims import Array, Bool, Float, Int, host_array
+from jaxkv.config import ModelConfig
+from jaxkv.dims import Array, Bool, Float, Int
 from jaxkv.policies.base import Observed, Policy
 from jaxkv.pool import KVPool
-from jaxkv.sampling import Sampling
+from jaxkv.sampling import Sampling, Seen
 from jaxkv.select import Budgets
-
-
-@struct.dataclass
-class Chunk:
-    """The next tokens of B prompts, left-aligned and padded to T."""
-
-    tokens: Int[Array, "B T"]
-    count: Int[Array, "B"]
-    """How many of the T tokens are real; 0 for a row that nobody uses."""
-    table: Int[Array, "B M"]
-    """Blocks of each row, those that this chunk fills included; padded with 0."""
-    length: Int[Array, "B"]
-    """Slots that the row holds before this chunk."""
-    position: Int[Array, "B"]
-    """RoPE position of the chunk's first token."""
-    sampling: Sampling
-    row: Int[Array, "B"]
-    """Which row of ``observed`` each prompt is; one past the last for a row that nobody uses."""
-    observed: Observed | None = None
-    """What is gathered about all rows of the engine, where the policy asks for it."""
-
-    @classmethod
-    def idle(cls, cache: CacheConfig) -> Chunk:
-        """Return NumPy arrays of a chunk without a token."""
-        rows = cache.prefill_rows
-        return cls(
-            tokens=host_array(rows, cache.prefill_chunk),
-            count=host_array(rows),
-            table=host_array(rows, cache.table_width),
-            length=host_array(rows),
-            position=host_array(rows),
-            sampling=Sampling.idle(rows),
-            row=host_array(rows, fill=cache.rows),
-        )
-
-
-@struct.dataclass
-class PrefillOutput:
-    """What follows each row's last real token."""
-
-    logits: Float[Array, "B V"]
-    token: Int[Array, "B"]
-    """The next token, drawn as the row asks for."""
-    logprob: Float[Array, "B"]
-    observed: Observed | None
-    """The chunk's ``observed`` with its queries added; that of a prompt's first chunk began at zero."""
-
-
-@struct.dataclass
-class Rows:
-    """What B decoding rows are at: everything the next step needs but the pool."""
-
-    token: Int[Array, "B"]
-    """The row's newest token, whose K and V are not computed yet."""
-    table: Int[Array, "B M"]
-    """Blocks of each row, with room for the steps to come; padded with 0."""
-    length: Int[Array, "B"]
-    """Slots held. The newest token is written to slot ``length``."""
-    position: Int[Array, "B"]
-    """RoPE position of the newest token."""
-    active: Bool[Array, "B"]
-    """Whether the row decodes. A row that does not writes to the null block."""
-    sampling: Sampling
-    observed: Observed | None = None
-    """What is gathered about the rows, where the policy asks for it."""
-
-    @classmethod
-    def idle(cls, cache: CacheConfig) -> Rows:
-        """Return NumPy arrays of rows that nobody uses."""
-        rows = cache.rows
-        return cls(
-            token=host_array(rows),
-            table=host_array(rows, cache.table_width),
-            length=host_array(rows),
-            position=host_array(rows),
-            active=host_array(rows, dtype=bool, fill=False),
-            sampling=Sampling.idle(rows),
-        )
-
-
-@struct.dataclass
-class RoundOutput:
-    """What a round generated. ``tokens[b, :count[b]]`` are row b's, a stop token that ended it included."""
-
-    tokens: Int[Array, "B R"]
-    logprobs: Float[Array, "B R"]
-    count: Int[Array, "B"]
-
-    @classmethod
-    def empty(cls, rows: int, width: int) -> RoundOutput:
-        """Return room for ``width`` tokens a row."""
-        return cls(
-            tokens=jnp.zeros((rows, width), jnp.int32),
-            logprobs=jnp.zeros((rows, width), jnp.float32),
-            count=jnp.zeros(rows, jnp.int32),
-        )
 
 
 def paged_attend(
@@ -200,7 +107,8 @@ def prefill_chunk(
     (pool, own), hidden = model.forward(weights, config, chunk.tokens, positions, attend, (pool, own))
     last = jnp.maximum(chunk.count - 1, 0)
     logits = model.logits(weights, jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
-    token, logprob = sampling.sample(logits, chunk.sampling)
+    seen = None if chunk.seen is None else chunk.seen.at(jnp.minimum(chunk.row, chunk.seen.prompt.shape[0] - 1))
+    token, logprob = sampling.sample(logits, chunk.sampling, seen)
     observed = None if chunk.observed is None or own is None else chunk.observed.put(chunk.row, own)
     return pool, PrefillOutput(logits=logits, token=token, logprob=logprob, observed=observed)
 
@@ -233,6 +141,24 @@ def decode_round(
     """
     out = RoundOutput.empty(rows.token.shape[0], max_steps)
     return _decode_until(weights, pool, rows, out, jnp.minimum(steps, max_steps), config, implementation)
+
+
+@jax.jit
+def draw_again(
+    logits: Float[Array, "B V"], index: Int[Array, "R"], rows: Sampling, seen: Seen | None
+) -> tuple[Int[Array, "R"], Float[Array, "R"]]:
+    """Draw R more tokens from what ``prefill_chunk`` returned: the first ones of rows that share a prompt.
+
+    Args:
+      logits: of the chunk's prompts.
+      index: which prompt each of the R rows continues.
+      rows: how each of them draws.
+      seen: of the R rows.
+
+    Returns:
+      The tokens and their log probabilities.
+    """
+    return sampling.sample(logits[index], rows, seen)
 
 
 @functools.partial(
@@ -327,13 +253,14 @@ def _decode_until(
     def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         step, pool, rows, out = carry
         pool, observed, logits = _decode_step(weights, pool, rows, config, implementation)
-        tokens, logprobs = sampling.sample(logits, rows.sampling)
+        seen = None if rows.seen is None else rows.seen.add(rows.token, rows.active)
+        tokens, logprobs = sampling.sample(logits, rows.sampling, seen)
         out = out.replace(
             tokens=out.tokens.at[:, step].set(jnp.where(rows.active, tokens, 0)),
             logprobs=out.logprobs.at[:, step].set(jnp.where(rows.active, logprobs, 0)),
             count=out.count + rows.active,
         )
-        return step + 1, pool, _advanced(rows, tokens, observed), out
+        return step + 1, pool, _advanced(rows, tokens, observed, seen), out
 
     _, pool, rows, out = lax.while_loop(going, body, (jnp.max(out.count), pool, rows, out))
     return pool, rows, out
@@ -387,7 +314,7 @@ def _decode_step(
     return pool, observed, model.logits(weights, hidden[:, 0])
 
 
-def _advanced(rows: Rows, tokens: Int[Array, "B"], observed: Observed | None) -> Rows:
+def _advanced(rows: Rows, tokens: Int[Array, "B"], observed: Observed | None, seen: Seen | None) -> Rows:
     grown = rows.active.astype(jnp.int32)
     return rows.replace(  # type: ignore[attr-defined]
         token=jnp.where(rows.active, tokens, rows.token),
@@ -396,4 +323,5 @@ def _advanced(rows: Rows, tokens: Int[Array, "B"], observed: Observed | None) ->
         active=rows.active & ~rows.sampling.is_stop(tokens),
         sampling=rows.sampling.replace(generated=rows.sampling.generated + grown),  # type: ignore[attr-defined]
         observed=observed,
+        seen=seen,
     )

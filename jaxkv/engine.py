@@ -6,7 +6,6 @@ each call; the device keeps the pool. The host reads one thing a round: its toke
 
 from __future__ import annotations
 
-import collections
 import itertools
 import time
 from collections.abc import Sequence
@@ -15,23 +14,29 @@ import jax
 
 import pallas_kernels
 from jaxkv import decode, monitor
-from jaxkv.blocks import BlockManager
-from jaxkv.compression import CompressionConfig, freed_blocks, written_blocks
+from jaxkv.compression import CompressionConfig
 from jaxkv.config import CacheConfig, ModelConfig
-from jaxkv.device import Device, Move
-from jaxkv.dims import ceil_div
+from jaxkv.device import Device
+from jaxkv.dims import ceil_div, host_array
+from jaxkv.memory import Memory
 from jaxkv.model import Weights
-from jaxkv.request import Event, Report, Request, Row
+from jaxkv.request import Event, Request, RequestError, Totals
+from jaxkv.row import Kept, Row
 from jaxkv.sampling import Sampling
+from jaxkv.scheduler import Scheduler
 from jaxkv.stats import QueryStats
 from jaxkv.terms import KEEP_EVERYTHING, Terms
+
+WAITING_SHARE = 8
+"""A round is this many times shorter while a prompt waits for its next chunk: neither side waits long for the other."""
 
 
 class Engine:
     """Continuous batching over one pool.
 
     ``add`` queues a request, ``step`` moves everything on and returns what happened, ``cancel`` ends a request early.
-    Until preemption exists a request is admitted only when the most blocks it can ever hold fit beside the others'.
+    When the pool is full the newest row gives way: it goes to host memory with all that it has, and comes back, bit for
+    bit, when it fits again; see ``scheduler``. Prompts begin with what the pool has of them; see ``memory``.
 
     Args:
       weights, model: a decoder.
@@ -40,8 +45,9 @@ class Engine:
       compression: how rows are kept within a budget, unless a request says otherwise.
       stats: query statistics, for a method that has use for them; None with TriAttention takes each row's own.
       implementation: as for ``pallas_kernels.attend``.
-      step_tokens: prompt tokens that a step prefills before its decode round, rounded up to a call; more finishes
-        prompts sooner, fewer keeps decoding rows from waiting.
+      step_tokens: prompt tokens that a step prefills before its decode round, rounded up to a call. One call is the
+        default, and the longest that decoding rows ever wait for a prompt; more finishes prompts sooner.
+      weights_digest: of the weights, for keys that mean something outside of this engine.
     """
 
     def __init__(
@@ -55,16 +61,17 @@ class Engine:
         stats: QueryStats | None = None,
         implementation: pallas_kernels.Implementation | None = None,
         step_tokens: int | None = None,
+        weights_digest: str = "",
     ) -> None:
         self.terms = Terms(model, cache, tuple(eos_token_ids), compression)
         self.cache = cache
-        self.step_tokens = step_tokens or cache.rows * cache.prefill_chunk
-        self.blocks = BlockManager(cache.blocks)
+        self.step_tokens = step_tokens or cache.prefill_rows * cache.prefill_chunk
         self.device = Device(weights, model, cache, compression, stats, implementation)
+        self.memory = Memory(model, cache, self.device, weights_digest)
+        self.blocks = self.memory.blocks
+        self.scheduler = Scheduler(self.terms, cache, self.memory, self.device)
         self._ids = itertools.count()
-        self._queue: collections.deque[tuple[int, Request, float]] = collections.deque()
-        self._rows: list[Row | None] = [None] * cache.rows
-        self._reserved = 0
+        self._told_first = False
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -73,40 +80,58 @@ class Engine:
 
         Raises:
           RequestError: it can never be served: an empty prompt, a token out of range, too many stop tokens, a prompt
-            that fills the context, a budget that leaves nothing to choose, or more blocks than the pool has.
+            that fills the context, a budget that leaves nothing to choose, more blocks than the pool has, or a row to
+            continue that is not kept.
         """
-        self.terms.check(request)
-        request_id = next(self._ids)
-        self._queue.append((request_id, request, time.perf_counter()))
-        return request_id
+        past = None if request.continue_from is None else self.memory.kept_row(request.continue_from)
+        root = self.memory.root(request.salt)
+        if past is not None and past.root != root:
+            raise RequestError(f"salt={request.salt!r} is not that of the row it continues; give the same")
+        self.terms.check(request, past)
+        row = self._row(next(self._ids), 0, request, root, past)
+        row.forks = request.params.n - 1
+        self.scheduler.enqueue(row)
+        if past is not None:
+            past.waiting += 1
+        return row.request_id
 
     def cancel(self, request_id: int) -> list[Event]:
         """End a request wherever it is. One that is unknown or has ended is left alone: nothing happens."""
-        for row in self._admitted():
-            if row.request_id == request_id:
-                row.finish_reason = "cancelled"
-                return [self._finish(row)]
-        for entry in self._queue:
-            if entry[0] == request_id:
-                self._queue.remove(entry)
-                waited = time.perf_counter() - entry[2]
-                report = Report("cancelled", len(entry[1].prompt), queued_seconds=waited)
-                return [Event(request_id, report=report)]
-        return []
+        rows = [row for row in (*self.scheduler.rows, *self.scheduler.queue) if row.request_id == request_id]
+        rows += [fork for row in rows for fork in self._forks(row)]
+        for row in rows:
+            row.finish_reason = "cancelled"
+        return [self._finish(row) for row in sorted(rows, key=lambda row: row.order)]
+
+    def forget(self, request_id: int) -> None:
+        """Let go of a row that was kept. One that a queued request continues, or that is unknown, is left alone."""
+        kept = self.memory.kept.get(request_id)
+        if kept is not None and not kept.waiting:
+            self.memory.forget(request_id)
 
     @property
     def has_work(self) -> bool:
         """Whether a request is queued or running."""
-        return bool(self._queue) or any(row is not None for row in self._rows)
+        return bool(self.scheduler.queue or self.scheduler.rows)
 
     @property
     def queued(self) -> list[int]:
-        """Ids of the requests that wait for a row or for blocks, first come first."""
-        return [request_id for request_id, _, _ in self._queue]
+        """Ids of the requests that wait for a place or for blocks, the oldest first."""
+        return list(dict.fromkeys(row.request_id for row in self.scheduler.queue))
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows at work, the oldest first, to look at."""
+        return self.scheduler.rows
+
+    @property
+    def totals(self) -> Totals:
+        """What has been done since the engine was made."""
+        return self.scheduler.totals
 
     def state(self, request_id: int) -> str:
         """``queued``, ``prefilling``, ``decoding``, or ``finished`` for one that is no longer here."""
-        for row in self._admitted():
+        for row in self.rows:
             if row.request_id == request_id:
                 return "decoding" if row.decoding else "prefilling"
         return "queued" if request_id in self.queued else "finished"
@@ -118,101 +143,140 @@ class Engine:
         return self.device.warmup()
 
     def step(self, round_steps: int | None = None) -> list[Event]:
-        """Admit what fits, prefill up to ``step_tokens``; unless that gave first tokens, compact what is due and decode
-        one round; return the news.
+        """Compact what is due, admit what fits, prefill up to ``step_tokens``, decode a round; return the news.
+
+        First tokens are told at once, without a round; the next step then begins with one, so rows that decode never
+        wait for more than ``step_tokens``.
 
         Args:
           round_steps: most steps of the round, at most the cache's: fewer make a smoother stream. None is the cache's.
         """
-        self._admit()
-        # A first token is told at once, not after the round that follows it. Prompts that get theirs fill the rows, so
-        # decoding rows wait for no more than that.
-        return self._prefill() or self._decode(min(round_steps or self.cache.round_steps, self.cache.round_steps))
+        self._compact([row for row in self.rows if row.decoding and row.due])
+        self.scheduler.admit()
+        decoding = any(row.decoding for row in self.rows)
+        events = [] if self._told_first and decoding else self._prefill()
+        self._told_first = bool(events)
+        return events or self._decode(min(round_steps or self.cache.round_steps, self.cache.round_steps))
 
-    def _admit(self) -> None:
-        while self._queue:
-            request_id, request, arrived = self._queue[0]
-            free = next((index for index, row in enumerate(self._rows) if row is None), None)
-            needed = self.terms.worst_case(request)
-            # First come, first served: a small request does not overtake one that waits for blocks.
-            if free is None or self._reserved + needed > self.cache.blocks:
-                return
-            self._queue.popleft()
-            self._reserved += needed
-            self._rows[free] = Row(
-                request_id=request_id,
-                index=free,
-                request=request,
-                max_tokens=self.terms.most_tokens(request),
-                reserved=needed,
-                queued_seconds=time.perf_counter() - arrived,
-                budget=self.terms.budget(request),
-                compacts_prefill=self.terms.compacts_prefill(request),
-            )
+    # -- prefill -------------------------------------------------------------------------------------------------
 
     def _prefill(self) -> list[Event]:
         events: list[Event] = []
         budget = self.step_tokens
         while budget > 0:
-            waiting = sorted((r for r in self._admitted() if not r.decoding), key=lambda r: r.request_id)
-            rows = waiting[: self.cache.prefill_rows]
-            if not rows:
+            waiting = [row for row in self.rows if not row.decoding]
+            if not waiting:
                 break
-            events += self._prefill_call(rows)
+            events += self._prefill_call(waiting[: self.cache.prefill_rows])
             budget -= self.cache.prefill_rows * self.cache.prefill_chunk
         return events
 
     def _prefill_call(self, rows: list[Row]) -> list[Event]:
-        self._compact([row for row in rows if row.compacts_prefill and row.due])
+        self._compact([row for row in rows if row.compacts_now()])
         start = time.perf_counter()
         chunk = decode.Chunk.idle(self.cache)
+        ready: list[tuple[int, Row]] = []
         for at, row in enumerate(rows):
-            # Nothing has been generated, so `position` tokens of the prompt are done, however few slots they hold.
-            tokens = row.request.prompt[row.position : row.position + self.cache.prefill_chunk]
-            self._grow(row, row.length + len(tokens))
+            if not row.placed:
+                continue
+            self.memory.find(row)
+            tokens = row.next_chunk(self.cache.prefill_chunk)
+            if not self.scheduler.room(row, self.memory.missing(row, row.length + len(tokens))):
+                continue
+            self.memory.grow(row, row.length + len(tokens))
+            ready.append((at, row))
             chunk.tokens[at, : len(tokens)] = tokens
             chunk.count[at] = len(tokens)
             chunk.table[at, : len(row.blocks)] = row.blocks
             chunk.length[at], chunk.position[at], chunk.row[at] = row.length, row.position, row.index
             self._fill_sampling(chunk.sampling, at, row)
+        if not ready:
+            return []
         out = self.device.prefill(chunk)
-        for at, row in enumerate(rows):
+        for at, row in ready:
             row.length += int(chunk.count[at])
             row.position += int(chunk.count[at])
-        done = [(at, row) for at, row in enumerate(rows) if row.position == len(row.request.prompt)]
-        if done:
-            tokens, logprobs = self.device.read((out.token, out.logprob))
-        else:
-            jax.block_until_ready(out.token)
+            self.memory.note(row)
+        done = [(at, row) for at, row in ready if row.position == row.prompt_end]
+        events = self._first_tokens(done, out)
         seconds = time.perf_counter() - start
-        for row in rows:
+        for _, row in ready:
             row.prefill_seconds += seconds
+        return events
+
+    def _first_tokens(self, done: list[tuple[int, Row]], out: decode.PrefillOutput) -> list[Event]:
+        if not done:
+            jax.block_until_ready(out.token)
+            return []
+        # Forks first: a row that ends with its first token lets go of its blocks.
+        forks = [(at, fork) for at, row in done for fork in self._fork(row)]
+        again = self._draw_again(forks, out) if forks else None
+        tokens, logprobs, more = self.device.read((out.token, out.logprob, again))
         events: list[Event] = []
         for at, row in done:
             events += self._take(row, [int(tokens[at])], [float(logprobs[at])])
+        for _, fork in forks:
+            events += self._take(fork, [int(more[0][fork.index])], [float(more[1][fork.index])])
         return events
 
+    def _fork(self, row: Row) -> list[Row]:
+        """Begin a row's other continuations in its blocks, as many as there are places for. The others queue."""
+        placed = []
+        for fork in self._forks(row):
+            if self.scheduler.place(fork):
+                self.memory.share(row, fork)
+                placed.append(fork)
+            else:
+                self.scheduler.enqueue(fork)
+        if placed:
+            self.device.fork(row.index, [fork.index for fork in placed])
+        return placed
+
+    def _forks(self, row: Row) -> list[Row]:
+        """Return the continuations that are still to begin with this row's prompt. They are asked for once."""
+        count, row.forks = row.forks, 0
+        return [self._row(row.request_id, choice, row.request, row.root, None) for choice in range(1, count + 1)]
+
+    def _draw_again(self, forks: list[tuple[int, Row]], out: decode.PrefillOutput) -> tuple[jax.Array, jax.Array]:
+        index, sampling = host_array(self.cache.rows), Sampling.idle(self.cache.rows)
+        for at, fork in forks:
+            index[fork.index] = at
+            self._fill_sampling(sampling, fork.index, fork)
+        return self.device.draw_again(out.logits, index, sampling)
+
+    # -- decoding ------------------------------------------------------------------------------------------------
+
     def _decode(self, round_steps: int) -> list[Event]:
-        decoding = [row for row in self._admitted() if row.decoding]
+        decoding = [row for row in self.rows if row.decoding]
+        self._compact([row for row in decoding if row.due])
+        decoding = [row for row in decoding if row.placed]
         if not decoding:
             return []
-        self._compact([row for row in decoding if row.due])
+        if any(not row.decoding for row in self.rows):
+            round_steps = ceil_div(round_steps, WAITING_SHARE)
         start = time.perf_counter()
         # The round ends where the first row has its last token or is due, so what a live row grows by is known before.
         steps = min(round_steps, *(min(row.tokens_left, row.room) for row in decoding))
         rows = decode.Rows.idle(self.cache)
+        ready = []
         for row in decoding:
-            self._grow(row, row.length + steps)
-            rows.token[row.index] = row.token
+            # The oldest come first, and only the newest give way: a row that is ready stays.
+            if not row.placed or not self.scheduler.room(row, self.memory.missing(row, row.length + steps)):
+                continue
+            self.memory.grow(row, row.length + steps)
+            ready.append(row)
+            rows.token[row.index] = row.tokens[-1]
             rows.table[row.index, : len(row.blocks)] = row.blocks
             rows.length[row.index], rows.position[row.index] = row.length, row.position
             rows.active[row.index] = True
             self._fill_sampling(rows.sampling, row.index, row)
+        if not ready:
+            return []
         out = self.device.decode(rows, steps)
         tokens, logprobs, count = self.device.read((out.tokens, out.logprobs, out.count))
         seconds = time.perf_counter() - start
         events = []
-        for row in decoding:
+        for row in ready:
             row.decode_seconds += seconds
             taken = int(count[row.index])
             row.length += taken
@@ -222,79 +286,80 @@ class Engine:
 
     def _take(self, row: Row, tokens: list[int], logprobs: list[float]) -> list[Event]:
         """Give a row its new tokens, end it if one of them says so, and tell."""
-        stops = self.terms.stop_ids(row.request)
+        stops, watch = self.terms.stop_ids(row.request), row.request.watcher(row.choice)
         kept = 0
         for token in tokens:
             kept += 1
-            row.token = token
-            stopped = token in stops or (row.request.watch is not None and row.request.watch(token))
+            stopped = token in stops or (watch is not None and watch(token))
             if stopped or row.generated + kept == row.max_tokens:
                 row.finish_reason = "stop" if stopped else "length"
                 break
         # Tokens after a stop string were computed, but belong to nobody.
         row.length -= len(tokens) - kept
         row.position -= len(tokens) - kept
+        row.tokens += tokens[:kept]
         row.generated += kept
-        event = Event(row.request_id, tuple(tokens[:kept]), tuple(logprobs[:kept]))
+        self.totals.generated_tokens += kept
+        self.memory.note(row)
+        event = Event(row.request_id, tuple(tokens[:kept]), tuple(logprobs[:kept]), choice=row.choice)
         return [event, self._finish(row)] if row.finish_reason else [event]
+
+    # -- details -------------------------------------------------------------------------------------------------
+
+    def _row(self, request_id: int, choice: int, request: Request, root: bytes, past: Kept | None) -> Row:
+        row = Row(
+            request_id=request_id,
+            choice=choice,
+            request=request,
+            max_tokens=self.terms.most_tokens(request, past),
+            root=root,
+            tokens=[*(past.tokens if past else ()), *request.prompt],
+            arrived=time.perf_counter(),
+            budget=self.terms.budget(request, past),
+        )
+        if past is None:
+            row.compacts_prefill = self.terms.compacts_prefill(request)
+            row.prompt_keys = self.memory.prompt_keys(request.prompt, root)
+        else:
+            row.continued, row.history = len(past.tokens), past.history
+            row.length, row.position, row.dirty = past.length, past.position, past.dirty
+        return row
 
     def _compact(self, rows: list[Row]) -> None:
         """Bring rows down to their budgets. Which blocks come free is settled before anything is scored."""
-        if not rows:
+        due, moves = [], []
+        for row in sorted(rows, key=lambda row: row.order):
+            # The oldest come first, and only the newest give way: a row that has its move stays.
+            if row.placed and self.scheduler.room(row, self.memory.copies(row)):
+                due.append(row)
+                moves.append(self.memory.move(row))
+        if not due:
             return
         start = time.perf_counter()
-        # All fresh blocks are taken before any block is given back: none is one row's source and another's target.
-        moves = [self._move(row) for row in rows]
-        for row, move in zip(rows, moves, strict=True):
-            self._shrink(row, move)
+        self.memory.settle(due, moves)
         self.device.compact(moves)
         # Nothing is read: this waits so that the seconds are those of the compaction and not of the next round.
         jax.block_until_ready(self.device.pool)
         seconds = time.perf_counter() - start
-        for row in rows:
+        self.totals.compaction_seconds += seconds
+        self.totals.compactions += len(due)
+        for row in due:
             row.compaction_seconds += seconds
 
-    def _move(self, row: Row) -> Move:
-        assert row.budget is not None
-        target = list(row.blocks)
-        written = written_blocks(row.length, row.budget, self.cache.block_size)
-        shared = [at for at in written if self.blocks.holders(row.blocks[at]) > 1]
-        for at, fresh in zip(shared, self.blocks.allocate(len(shared)), strict=True):
-            target[at] = fresh
-        return Move(row.index, row.blocks, target, row.length, row.position, row.budget)
-
-    def _shrink(self, row: Row, move: Move) -> None:
-        """Give back what a row no longer needs: its tail, and its share of the blocks that fresh ones replace."""
-        tail = freed_blocks(row.length, move.budget.b_row, self.cache.block_size)
-        dropped = [was for was, now in zip(move.source, move.target, strict=True) if was != now]
-        row.blocks_returned += len(self.blocks.release(move.source[tail.start :] + dropped))
-        row.blocks = move.target[: tail.start]
-        row.tokens_evicted += row.length - move.budget.kept(row.length)
-        row.length = move.budget.kept(row.length)
-        row.compactions += 1
-        row.note_blocks()
-
     def _finish(self, row: Row) -> Event:
+        if not row.placed:
+            row.queued_seconds += time.perf_counter() - row.arrived
         report = row.report(self.cache.block_size)
-        self.blocks.release(row.blocks)
-        self._reserved -= row.reserved
-        self._rows[row.index] = None
-        return Event(row.request_id, report=report)
-
-    # -- details -------------------------------------------------------------------------------------------------
-
-    def _admitted(self) -> list[Row]:
-        return [row for row in self._rows if row is not None]
-
-    def _grow(self, row: Row, slots: int) -> None:
-        """Give a row the blocks that ``slots`` slots take."""
-        row.blocks += self.blocks.allocate(ceil_div(slots, self.cache.block_size) - len(row.blocks))
-        row.note_blocks()
+        past = None if row.request.continue_from is None else self.memory.kept.get(row.request.continue_from)
+        if past is not None and not row.placed and row.swapped is None:
+            past.waiting -= 1
+        if row.request.keep and row.finish_reason != "cancelled":
+            self.memory.keep(row)
+        self.memory.release(row)
+        self.scheduler.remove(row)
+        self.totals.add(report)
+        return Event(row.request_id, report=report, choice=row.choice)
 
     def _fill_sampling(self, arrays: Sampling, at: int, row: Row) -> None:
-        params = row.request.params
-        for field in ("temperature", "top_p", "top_k", "min_p", "seed"):
-            getattr(arrays, field)[at] = getattr(params, field)
-        arrays.generated[at] = row.generated
         stops = self.terms.stop_ids(row.request)
-        arrays.stop_ids[at, : len(stops)] = stops
+        arrays.put(at, row.request.params, row.choice, row.generated, stops)

@@ -1,13 +1,14 @@
-"""Requests: what comes in, what is told of it, and what the host keeps while it runs."""
+"""Requests: what comes in, and what is told of it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jaxkv.compression import CompressionConfig, RowBudget
-from jaxkv.dims import ceil_div
+from jaxkv.compression import CompressionConfig
 from jaxkv.sampling import SamplingParams
+
+Watch = Callable[[int], bool]
 
 
 class RequestError(ValueError):
@@ -23,13 +24,25 @@ class Request:
       params: how to sample, and how much.
       compression: this request's own budget and how its rows are kept within it; None is the engine's.
       watch: called with each generated token, in order; returning True ends the request with that token. Tokens that
-        were drawn after it are in no output and no count. Stop strings are found this way.
+        were drawn after it are in no output and no count. Stop strings are found this way. A request with n > 1 has
+        one for each of its continuations, or None.
+      salt: only requests with the same salt find each other's blocks.
+      keep: hold on to the row's blocks when it ends, so that another request can continue from it.
+      continue_from: id of a kept request whose row this one goes on with: the prompt is what comes after its last
+        token. Its budget holds on, so ``compression`` stays None.
     """
 
     prompt: Sequence[int]
     params: SamplingParams = SamplingParams()
     compression: CompressionConfig | None = None
-    watch: Callable[[int], bool] | None = None
+    watch: Watch | Sequence[Watch] | None = None
+    salt: str = ""
+    keep: bool = False
+    continue_from: int | None = None
+
+    def watcher(self, choice: int) -> Watch | None:
+        """Return what watches one of the continuations."""
+        return self.watch if self.watch is None or callable(self.watch) else self.watch[choice]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +61,9 @@ class Report:
     """Slots that compaction took away; in the per-head modes each head lost as many."""
     compactions: int = 0
     blocks_returned: int = 0
-    """Blocks that compaction put back on the free list. References dropped to shared blocks do not count."""
+    """Blocks that compaction gave back: nobody holds them any more. Dropped references do not count."""
+    blocks_dropped: int = 0
+    """References that compaction dropped to blocks which others go on holding: these gave nothing back."""
     blocks_now: int = 0
     """Blocks held when it finished, before they were released."""
     blocks_peak: int = 0
@@ -56,6 +71,14 @@ class Report:
     """Blocks that ``position`` tokens take."""
     prefill: str = "dense"
     """``dense``, or ``compacted`` where the prompt was compacted between its chunks."""
+    cached_tokens: int = 0
+    """Prompt tokens whose K and V were found in the pool."""
+    continued_tokens: int = 0
+    """Tokens of the request that this one continued, all of them seen, however many are still held."""
+    history: str = "none"
+    """``none``, ``whole`` or ``compressed``: whether the continued request had been compacted."""
+    preemptions: int = 0
+    """How often it had to give its row and blocks to an older request for a while."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     compaction_seconds: float = 0.0
@@ -74,74 +97,29 @@ class Event:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     report: Report | None = None
+    choice: int = 0
+    """Which of the request's n continuations it is about. Each has a report of its own."""
 
 
 @dataclasses.dataclass
-class Row:
-    """A request that was admitted to row ``index`` of the engine: all that decides, as plain integers."""
+class Totals:
+    """What an engine has done since it was made. A request's own counts come in when it ends."""
 
-    request_id: int
-    index: int
-    request: Request
-    max_tokens: int
-    reserved: int
-    queued_seconds: float
-    budget: RowBudget | None = None
-    """None keeps every token."""
-    compacts_prefill: bool = False
-    blocks: list[int] = dataclasses.field(default_factory=list)
-    length: int = 0
-    position: int = 0
-    token: int = 0
-    generated: int = 0
+    requests: int = 0
+    """Continuations that ended, for whatever reason."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that were found in the pool."""
+    generated_tokens: int = 0
     tokens_evicted: int = 0
     compactions: int = 0
-    blocks_returned: int = 0
-    blocks_peak: int = 0
-    blocks_history: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
     compaction_seconds: float = 0.0
-    finish_reason: str = ""
+    blocks_returned: int = 0
+    blocks_dropped: int = 0
+    preemptions: int = 0
 
-    @property
-    def decoding(self) -> bool:
-        """Whether the prompt is in; the first token comes out of prefill."""
-        return self.generated > 0
-
-    @property
-    def tokens_left(self) -> int:
-        """Tokens it may still generate."""
-        return self.max_tokens - self.generated
-
-    @property
-    def due(self) -> bool:
-        """Whether it has to be compacted before its next token is written."""
-        return self.budget is not None and self.length >= self.budget.trigger
-
-    @property
-    def room(self) -> int:
-        """Tokens that may be written before it is due."""
-        return self.max_tokens if self.budget is None else self.budget.trigger - self.length
-
-    def note_blocks(self) -> None:
-        """Keep the peak and the history of blocks up to date."""
-        held = len(self.blocks)
-        self.blocks_peak = max(self.blocks_peak, held)
-        if not self.blocks_history or self.blocks_history[-1][1] != held:
-            self.blocks_history.append((self.generated, held))
-
-    def report(self, block_size: int) -> Report:
-        """Return what became of it, before its blocks are released."""
-        fields = ("finish_reason", "position", "length", "tokens_evicted", "compactions", "blocks_returned")
-        more = ("blocks_peak", "prefill_seconds", "decode_seconds", "compaction_seconds", "queued_seconds")
-        return Report(
-            prompt_tokens=len(self.request.prompt),
-            generated_tokens=self.generated,
-            blocks_now=ceil_div(self.length, block_size),
-            blocks_peak_uncompressed=ceil_div(self.position, block_size),
-            prefill="compacted" if self.compacts_prefill else "dense",
-            reached_context=self.finish_reason == "length" and self.generated < self.request.params.max_tokens,
-            blocks_history=tuple(self.blocks_history),
-            **{name: getattr(self, name) for name in (*fields, *more)},
-        )
+    def add(self, report: Report) -> None:
+        """Count a continuation that ended."""
+        self.requests += 1
+        for name in ("prompt_tokens", "cached_tokens", "tokens_evicted", "blocks_returned", "blocks_dropped"):
+            setattr(self, name, getattr(self, name) + getattr(report, name))

@@ -8,6 +8,7 @@ from jaxkv.compression import CompressionConfig, RowBudget
 from jaxkv.config import CacheConfig, ModelConfig
 from jaxkv.dims import ceil_div
 from jaxkv.request import Request, RequestError
+from jaxkv.row import Kept
 from jaxkv.sampling import STOP_IDS
 
 KEEP_EVERYTHING = CompressionConfig()
@@ -35,21 +36,23 @@ class Terms:
         if len(self.eos_token_ids) > STOP_IDS:
             raise ValueError(f"{len(self.eos_token_ids)} eos tokens are more than the {STOP_IDS} a row can watch for")
 
-    def most_tokens(self, request: Request) -> int:
+    def most_tokens(self, request: Request, past: Kept | None = None) -> int:
         """Tokens that a request generates at most: max_tokens, or what the context leaves."""
-        return min(request.params.max_tokens, self.cache.context - len(request.prompt))
+        return min(request.params.max_tokens, self.cache.context - _seen(past) - len(request.prompt))
 
     def stop_ids(self, request: Request) -> tuple[int, ...]:
         """Tokens that end a request, the model's own among them unless they are ignored."""
         own = () if request.params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*own, *request.params.stop_token_ids)))
 
-    def budget(self, request: Request) -> RowBudget | None:
-        """What a request may hold; None keeps every token.
+    def budget(self, request: Request, past: Kept | None = None) -> RowBudget | None:
+        """What a request may hold; None keeps every token. One that continues a row has that row's.
 
         Raises:
           RequestError: its compression is not one of this engine's, or leaves no slot to choose.
         """
+        if past is not None:
+            return past.budget
         wanted = self.compression if request.compression is None else request.compression
         if wanted.method == "none":
             return None
@@ -67,7 +70,7 @@ class Terms:
             raise RequestError(str(error)) from None
 
     def compacts_prefill(self, request: Request) -> bool:
-        """Whether a prompt is compacted between its chunks.
+        """Whether a prompt that continues nothing is compacted between its chunks.
 
         This depends on the request and the size of the pool alone, never on what is free at the moment.
         """
@@ -77,41 +80,73 @@ class Terms:
         wanted = self.compression if request.compression is None else request.compression
         return wanted.compact_prefill or self._blocks(len(request.prompt)) > self.cache.blocks
 
-    def worst_case(self, request: Request) -> int:
-        """Blocks that a request holds at most. The last token's K and V are never computed."""
-        total = len(request.prompt) + self.most_tokens(request) - 1
-        budget = self.budget(request)
-        if budget is None:
-            return self._blocks(total)
-        if self.compacts_prefill(request):
-            return self._blocks(min(total, budget.trigger - 1 + self.cache.prefill_chunk))
-        return self._blocks(max(len(request.prompt), min(total, budget.trigger)))
+    def prefill_peak(self, request: Request, past: Kept | None = None) -> int:
+        """Blocks that a request holds at most until its prompt is in."""
+        budget = self.budget(request, past)
+        if past is not None:
+            # What is continued is compacted exactly at its trigger.
+            slots = past.length + 1 + len(request.prompt)
+            return self._blocks(slots if budget is None else min(slots, max(budget.trigger, past.length)))
+        if budget is not None and self.compacts_prefill(request):
+            return self._blocks(min(len(request.prompt), budget.trigger - 1 + self.cache.prefill_chunk))
+        return self._blocks(len(request.prompt))
 
-    def check(self, request: Request) -> None:
+    def worst_case(self, request: Request, past: Kept | None = None) -> int:
+        """Blocks that a request holds at most. The last token's K and V are never computed."""
+        held = 0 if past is None else past.length + 1
+        total = held + len(request.prompt) + self.most_tokens(request, past) - 1
+        budget = self.budget(request, past)
+        growth = self._blocks(total if budget is None else min(total, budget.trigger))
+        return max(self.prefill_peak(request, past), growth)
+
+    def check(self, request: Request, past: Kept | None = None) -> None:
         """Raise a ``RequestError`` if a request can never be served."""
         count, cache = len(request.prompt), self.cache
-        if not count:
+        if not count and past is None:
             raise RequestError("the prompt has no tokens; give at least one")
         size = self.model.vocab_size
         wrong = next((token for token in request.prompt if not 0 <= token < size), None)
         if wrong is not None:
             raise RequestError(f"token {wrong} of the prompt is not one of the model's 0 to {size - 1}")
-        if count >= cache.context:
+        if _seen(past) + count >= cache.context:
+            before = f" after {_seen(past)} that it continues" if past is not None else ""
             raise RequestError(
-                f"the prompt has {count} tokens and the context is {cache.context}, which leaves no room for an "
-                "answer; shorten the prompt or raise the context"
+                f"the prompt has {count} tokens{before} and the context is {cache.context}, which leaves no room for "
+                "an answer; shorten the prompt or raise the context"
             )
-        stops = len(self.stop_ids(request))
-        if stops > STOP_IDS:
-            raise RequestError(f"{stops} stop tokens are more than the {STOP_IDS} a row can watch for")
-        needed = self.worst_case(request)
+        self._check_options(request, past)
+        needed = self.worst_case(request, past)
         if needed > cache.blocks:
             remedy = "lower max_tokens, enlarge the pool"
-            remedy += ", or compress with a budget" if self.budget(request) is None else ", or lower the budget"
+            compresses = self.budget(request, past) is not None
+            remedy += ", or lower the budget" if compresses else ", or compress with a budget"
             raise RequestError(
                 f"the request needs {needed} blocks of {cache.block_size} for {count} prompt tokens and "
-                f"max_tokens={self.most_tokens(request)}, and the pool has {cache.blocks}; {remedy}"
+                f"max_tokens={self.most_tokens(request, past)}, and the pool has {cache.blocks}; {remedy}"
             )
+
+    def _check_options(self, request: Request, past: Kept | None) -> None:
+        stops, choices = len(self.stop_ids(request)), request.params.n
+        if stops > STOP_IDS:
+            raise RequestError(f"{stops} stop tokens are more than the {STOP_IDS} a row can watch for")
+        wrong = next((token for token in request.params.stop_token_ids if token >= self.model.vocab_size), None)
+        if wrong is not None:
+            raise RequestError(f"stop token {wrong} is not one of the model's 0 to {self.model.vocab_size - 1}")
+        if request.keep and choices > 1:
+            raise RequestError(f"keep=True is for one continuation, and n={choices}; ask for n=1")
+        if request.keep and not self.cache.kept_rows:
+            raise RequestError("keep=True and the engine keeps no rows (kept_rows=0); raise kept_rows")
+        watched = choices if request.watch is None or callable(request.watch) else len(request.watch)
+        if watched != choices or (choices > 1 and callable(request.watch)):
+            raise RequestError(f"n={choices} continuations need a watch each; give a list of {choices}, or None")
+        if past is not None and choices > 1:
+            raise RequestError(f"continue_from is for one continuation, and n={choices}; add several requests with n=1")
+        if past is not None and request.compression is not None:
+            raise RequestError("a request that continues a row keeps that row's budget; leave compression as None")
 
     def _blocks(self, slots: int) -> int:
         return ceil_div(slots, self.cache.block_size)
+
+
+def _seen(past: Kept | None) -> int:
+    return 0 if past is None else len(past.tokens)

@@ -196,13 +196,30 @@ def test_requests_that_can_never_be_served_are_refused_and_nothing_is_queued(pro
     assert not made.has_work
 
 
-def test_a_request_that_fits_but_not_now_is_queued_first_come_first_served():
+def test_a_request_that_fits_but_not_now_is_queued_and_not_overtaken():
     rng = np.random.default_rng(0)
     made = tiny.engine(dataclasses.replace(tiny.CACHE, blocks=40))
-    big, second, small = (made.add(request(rng, n, 40, ignore_eos=True)) for n in (60, 90, 2))
-    made.step()
+    big, second, small = (made.add(request(rng, n, 40, ignore_eos=True)) for n in (60, 100, 2))
+    for _ in range(4):
+        made.step()
     assert [made.state(i) for i in (big, second, small)] == ["decoding", "queued", "queued"]
     order = []
     while made.has_work:
         order += [event.request_id for event in made.step() if event.report is not None]
     assert order == [big, second, small]
+
+
+def test_a_long_prompt_lets_decoding_rows_wait_for_one_chunk_at_most():
+    rng = np.random.default_rng(0)
+    made = tiny.engine()
+    first = made.add(request(rng, 10, 100, ignore_eos=True))
+    made.step()
+    made.add(request(rng, 200, 5, ignore_eos=True))
+    calls = []
+    for name in ("prefill", "decode"):
+        real = getattr(made.device, name)
+        setattr(made.device, name, lambda *args, real=real, name=name: calls.append(name) or real(*args))
+    while made.state(first) == "decoding":
+        made.step()
+    assert calls.count("prefill") == -(-200 // tiny.CACHE.prefill_chunk)
+    assert ("prefill", "prefill") not in zip(calls, calls[1:], strict=False)

@@ -34,6 +34,12 @@ def engine(config=SMALL, cache=tiny.CACHE, poison=False, **options):
     return tiny.engine(cache, poison=poison, compression=config, **options)
 
 
+def until_decoding(made, request_id):
+    """Step until a request's prompt is in."""
+    while made.state(request_id) != "decoding":
+        made.step()
+
+
 def request(rng, prompt, tokens, **options):
     params = {"ignore_eos": True, **options}
     own = params.pop("compression", None)
@@ -150,7 +156,7 @@ def test_8000_tokens_stay_within_the_budget_and_every_id_is_held_once():
     made.add(request(np.random.default_rng(0), 20, 8000))
     made.add(request(np.random.default_rng(1), 50, 500))
     while made.has_work:
-        held = [block for row in made._rows if row is not None for block in row.blocks]
+        held = [block for row in made.rows for block in row.blocks]
         assert len(held) == len(set(held)) == made.blocks.in_use
         for event in made.step():
             if event.report is not None and event.report.generated_tokens == 8000:
@@ -180,7 +186,7 @@ def test_a_dense_prompt_that_lacks_room_waits_for_it():
     made = engine(SMALL, dataclasses.replace(tiny.CACHE, blocks=44))
     rng = np.random.default_rng(0)
     running, waiting = made.add(request(rng, 100, 60)), made.add(request(rng, 160, 10))
-    made.step()
+    until_decoding(made, running)
     assert (made.state(running), made.state(waiting)) == ("decoding", "queued")
     reports = {}
     while made.has_work:
@@ -194,9 +200,8 @@ def test_shared_blocks_are_copied_out_of_and_dropped_never_written():
     made = engine(poison=True)
     one = request(np.random.default_rng(0), 30, 60)
     plain = tiny.drain(engine(), [one])
-    made.add(one)
-    made.step()
-    (row,) = (row for row in made._rows if row is not None)
+    until_decoding(made, made.add(one))
+    (row,) = made.rows
     shared = list(row.blocks[:5])
     made.blocks.share(shared)
     before = [np.asarray(x)[shared] for x in jax.tree.leaves(made.device.pool)]
@@ -229,10 +234,9 @@ def test_nan_in_every_slot_past_the_length_just_after_a_compaction(mode, monkeyp
         nonlocal poisoned
         compact(moves)
         held = np.zeros((tiny.CACHE.blocks + 1, P), bool)
-        for row in made._rows:
-            if row is not None:
-                slots = np.arange(row.length)
-                held[np.asarray(row.blocks)[slots // P], slots % P] = True
+        for row in made.rows:
+            slots = np.arange(row.length)
+            held[np.asarray(row.blocks, int)[slots // P], slots % P] = True
         mask = held[:, None, :, None]
         made.device.pool = jax.tree.map(lambda pages: jnp.where(mask, pages, jnp.nan), made.device.pool)
         poisoned += 1
@@ -260,7 +264,7 @@ def test_what_comes_free_is_settled_before_anything_is_scored_whatever_the_score
         return compact_round(*args, **options)
 
     made = engine()
-    monkeypatch.setattr("jaxkv.engine.freed_blocks", freed)
+    monkeypatch.setattr("jaxkv.memory.freed_blocks", freed)
     monkeypatch.setattr(decode, "compact_round", compacted)
     _, (report,) = tiny.drain(made, [one])
     assert order == ["freed", "scored"] * report.compactions
@@ -287,8 +291,8 @@ def test_the_host_reads_one_thing_a_round(monkeypatch):
     while made.has_work:
         made.step()
         rounds += 1
-    # Tokens, log probabilities and counts come in one call; the first step reads those of prefill and of a round.
-    assert made.device.reads in (rounds, rounds + 1)
+    # Tokens, log probabilities and counts come in one call; a step that has prefilled a part of a prompt reads nothing.
+    assert rounds - 1 <= made.device.reads <= rounds
     assert set(reads) <= {(8,), (8, 8), (1,)}
     assert len(reads) <= 3 * made.device.reads
 
@@ -303,8 +307,8 @@ def test_everything_is_compiled_by_warmup():
     odd = [dataclasses.replace(SMALL, budget=20 + 4 * i, interval=1 + i, window=i, sinks=i) for i in range(8)]
     requests = [request(rng, 1 + 13 * i, 60, compression=own) for i, own in enumerate(odd)]
     _, more = tiny.counted(lambda: tiny.drain(made, requests))
-    # Prefill, round, and one compaction a width: 1,024 and 4,096 slots.
-    assert compiled.programs <= 12
+    # Prefill, round, one compaction a width (1,024 and 4,096 slots), and the small ones of swaps, copies and forks.
+    assert compiled.programs <= 16
     assert more == 0
 
 
@@ -317,8 +321,8 @@ def test_online_statistics_are_those_of_the_rows_own_queries():
     made.add(other)
     made.step()
     made.add(one)
-    (row,) = made.step()[:0] or [row for row in made._rows if row is not None and row.request is one]
-    tokens = []
+    (row,) = made.step()[:0] or [row for row in made.rows if row.request is one]
+    index, tokens = row.index, []
     while made.has_work:
         tokens += [t for event in made.step() if event.request_id == row.request_id for t in event.token_ids]
     everything = [*one.prompt, *tiny.drain(tiny.engine(), [one])[0][0][:-1]]
@@ -337,7 +341,7 @@ def test_online_statistics_are_those_of_the_rows_own_queries():
         x, y = np.split(q, 2, axis=-1)
         means = made.device.observed.query_sums[layer].means()
         for got, want in ((means.real, x), (means.imag, y), (means.magnitude, np.hypot(x, y))):
-            np.testing.assert_allclose(got[row.index], want.mean(0), atol=2e-5)
+            np.testing.assert_allclose(got[index], want.mean(0), atol=2e-5)
 
 
 @pytest.mark.parametrize(

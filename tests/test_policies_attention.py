@@ -103,7 +103,8 @@ def test_the_engine_gathers_each_rows_own_last_queries_after_rope():
     made.step()
     made.add(one)
     made.step()
-    (row,) = [row for row in made._rows if row is not None and row.request is one]
+    (row,) = [row for row in made.rows if row.request is one]
+    index = row.index
     while made.has_work:
         made.step()
     plain = tiny.drain(tiny.engine(), [one])[0][0]
@@ -116,7 +117,7 @@ def test_the_engine_gathers_each_rows_own_last_queries_after_rope():
 
     model.forward(tiny.weights(), tiny.MODEL, ids, jnp.arange(ids.shape[1])[None], attend, None)
     for layer, q in enumerate(seen):
-        got = np.asarray(made.device.observed.last_queries[layer][row.index])
+        got = np.asarray(made.device.observed.last_queries[layer][index])
         np.testing.assert_allclose(got.swapaxes(0, 1), q[-QUERIES["snapkv"] :], atol=2e-5)
 
 
