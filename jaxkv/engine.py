@@ -172,14 +172,15 @@ class Engine:
         return events
 
     def _prefill_call(self, rows: list[Row]) -> list[Event]:
-        self._compact([row for row in rows if row.compacts_now()])
+        for row in rows:
+            self.memory.find(row)
+        self._compact([row for row in rows if row.compacts_before_chunk(self.cache.prefill_chunk)])
         start = time.perf_counter()
         chunk = decode.Chunk.idle(self.cache)
         ready: list[tuple[int, Row]] = []
         for at, row in enumerate(rows):
             if not row.placed:
                 continue
-            self.memory.find(row)
             tokens = row.next_chunk(self.cache.prefill_chunk)
             if not self.scheduler.room(row, self.memory.missing(row, row.length + len(tokens))):
                 continue

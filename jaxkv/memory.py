@@ -171,8 +171,8 @@ class Memory:
 
     def share(self, row: Row, fork: Row) -> None:
         """Begin a row where another stands, in the same blocks."""
-        self.blocks.share(row.blocks)
-        fork.blocks, fork.keys = list(row.blocks), list(row.keys)
+        fork.blocks, fork.keys = row.blocks[: ceil_div(row.length, self._cache.block_size)], list(row.keys)
+        self.blocks.share(fork.blocks)
         fork.length, fork.position, fork.dirty = row.length, row.position, row.dirty
         fork.note_blocks()
 

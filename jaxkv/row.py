@@ -120,9 +120,10 @@ class Row:
             count = min(count, self.room)
         return self.tokens[self.position : min(self.position + count, self.prompt_end)]
 
-    def compacts_now(self) -> bool:
-        """Whether the row is to be compacted before its next chunk."""
-        return self.due and (self.compacts_prefill or self.continued > 0)
+    def compacts_before_chunk(self, most: int) -> bool:
+        """Whether the row is to be compacted before its next chunk of at most ``most`` tokens."""
+        # Without cached blocks, chunks begin at multiples of their size, and compactions come between chunks.
+        return self.due and (self.continued > 0 or (self.compacts_prefill and self.position % most == 0))
 
     def restart(self) -> None:
         """Forget what was computed, which nobody has been told of. Its blocks have been released."""

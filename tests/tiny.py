@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv import monitor
 from jaxkv.config import CacheConfig, ModelConfig
@@ -40,6 +41,38 @@ def drain(made, requests):
             if event.report is not None:
                 reports[event.request_id] = event.report
     return [tokens[i] for i in ids], [reports[i] for i in ids]
+
+
+def run(made, requests, after_step=lambda made: None):
+    """As ``drain``, for requests with n > 1 too: return ``{(request, choice): tokens}``, and the reports likewise."""
+    ids = {made.add(request): at for at, request in enumerate(requests)}
+    tokens, reports = {}, {}
+    while made.has_work:
+        for event in made.step():
+            name = ids[event.request_id], event.choice
+            tokens[name] = [*tokens.get(name, []), *event.token_ids]
+            if event.report is not None:
+                reports[name] = event.report
+        after_step(made)
+    return tokens, reports
+
+
+def poison_what_nobody_may_read(made):
+    """Put NaN into free blocks and into every slot at or past a row's length, and check who holds what."""
+    names = np.asarray(["free", *made.blocks.states()])
+    mask = np.broadcast_to((names == "free")[:, None], (len(names), made.cache.block_size)).copy()
+    holders = [0] * len(names)
+    for row in made.rows:
+        for at, block in enumerate(row.blocks):
+            holders[block] += 1
+            if made.blocks.holders(block) == 1:
+                mask[block] = np.arange(at * mask.shape[1], (at + 1) * mask.shape[1]) >= row.length
+    for kept in made.memory.kept.values():
+        for block in kept.blocks:
+            holders[block] += 1
+    assert holders[1:] == [made.blocks.holders(block) for block in range(1, len(names))]
+    pages = jnp.asarray(mask)[:, None, :, None]
+    made.device.pool = jax.tree.map(lambda page: jnp.where(pages, jnp.nan, page), made.device.pool)
 
 
 def counted(function):
