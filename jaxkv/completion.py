@@ -49,6 +49,8 @@ class Completion:
     pool_bytes: int
     model: str
     implementation: str
+    choice: int = 0
+    """Which of the prompt's n continuations it is."""
     reached_context: bool = False
     logprobs: list[float] | None = None
     blocks_history: tuple[tuple[int, int], ...] = ()
@@ -65,13 +67,14 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """A piece of a stream: what request ``index`` has new, and its completion when it has ended."""
+    """A piece of a stream: what one continuation of request ``index`` has new, and its completion when it has ended."""
 
     index: int
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     completion: Completion | None = None
+    choice: int = 0
 
 
 class RunningText:
@@ -102,4 +105,4 @@ class RunningText:
         self.text += new
         self.token_ids += event.token_ids
         self.logprobs += event.logprobs
-        return Delta(index, new, event.token_ids, event.logprobs)
+        return Delta(index, new, event.token_ids, event.logprobs, choice=event.choice)

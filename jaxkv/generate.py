@@ -7,30 +7,18 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxkv import cli
+from jaxkv.prompts import Line, read
 
 if TYPE_CHECKING:
     from jaxkv.completion import Completion
     from jaxkv.compression import CompressionConfig
-    from jaxkv.llm import LLM, Prompt
+    from jaxkv.llm import LLM
     from jaxkv.sampling import SamplingParams
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_NUMBER = (int, float)
-_PER_REQUEST: dict[str, type | tuple[type, ...]] = {
-    "max_tokens": int,
-    "temperature": _NUMBER,
-    "top_p": _NUMBER,
-    "top_k": int,
-    "min_p": _NUMBER,
-    "seed": int,
-    "stop": (str, list),
-    "ignore_eos": bool,
-}
-"""What a line of a JSONL file may set for its own request, and as what."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,8 +40,13 @@ def parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, default=1.0, metavar="X", help="keep the likeliest tokens that reach this share")
     add("--top-k", type=int, default=0, metavar="N", help="keep this many likeliest tokens; 0 keeps all (default)")
     add("--min-p", type=float, default=0.0, metavar="X", help="drop tokens below this share of the likeliest one's")
-    add("--seed", type=int, default=0, metavar="N", help="of the first prompt; each further one has the next number")
+    add("--seed", type=int, default=0, metavar="N", help="of the first text; each further one has the next number")
     add("--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable")
+    add("--n", type=int, default=1, metavar="N", help="continuations of each prompt, with seeds one after the other")
+    add("--min-tokens", type=int, default=0, metavar="N", help="tokens before which nothing ends the text")
+    add("--presence-penalty", type=float, default=0.0, metavar="X", help="off the logit of what was generated before")
+    add("--frequency-penalty", type=float, default=0.0, metavar="X", help="the same, for each time")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: what the text has is less likely")
     add("--ignore-eos", action="store_true", help="go on after the model's end-of-text tokens")
     add("--logprobs", action="store_true", help="report log probabilities: each with --json, else their mean")
     add = parser.add_argument_group("the engine").add_argument
@@ -65,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prefill-chunk", type=int, metavar="N", help="prompt tokens a call takes (default: 128 on a CPU, else 512)")
     add("--context", "--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer, at your risk")
     add("--dtype", choices=DTYPES, default="auto", help="of the weights (default: float32 on a CPU, else bfloat16)")
+    add("--quantize", choices=("int4", "int8"), help="round the layers' matrices of a float checkpoint")
     add("--kv-dtype", choices=DTYPES, default="auto", help="of the pool (default: float32 on a CPU, else the weights')")
     add("--implementation", metavar="NAME", help="kernels: xla, triton, mosaic_gpu, mosaic_tpu (default: by platform)")
     _add_compression(parser.add_argument_group("compression"))
@@ -107,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    lines = _lines(args)
+    lines = read(args.prompt or [], args.prompts_file)
     prompts, params, compression = [line.prompt for line in lines], _params(args, lines), _compression(args)
     from jaxkv import plots, sizing
     from jaxkv.llm import LLM
@@ -122,6 +116,7 @@ def _run(args: argparse.Namespace) -> None:
         llm = LLM(
             args.model,
             dtype=_dtype(args.dtype),
+            quantize=args.quantize,
             kv_dtype=_dtype(args.kv_dtype),
             rows=args.rows,
             block_size=args.block_size,
@@ -141,7 +136,7 @@ def _run(args: argparse.Namespace) -> None:
         stream = llm.stream(prompts, params, raw=args.raw, system_prompt=args.system_prompt)
         try:
             show = _show_json if args.json else _show_text
-            completions = show(stream, progress, len(lines))
+            completions = show(stream, progress, [one.n for one in params])
         finally:
             stream.close()
     finally:
@@ -152,87 +147,10 @@ def _run(args: argparse.Namespace) -> None:
         _report(completions, llm, args.json)
 
 
-# -- input -------------------------------------------------------------------------------------------------------------
+# -- options ----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Line:
-    """A prompt, what it sets for itself, and where it was read, which is empty for an option."""
-
-    prompt: Prompt
-    own: dict[str, Any] = dataclasses.field(default_factory=dict)
-    where: str = ""
-
-
-def _lines(args: argparse.Namespace) -> list[_Line]:
-    texts = args.prompt or []
-    if texts.count("-") > 1:
-        raise ValueError("--prompt - is given twice, and stdin can be read once; give it once")
-    lines = [_Line(_read("stdin") if text == "-" else text) for text in texts]
-    if args.prompts_file is not None:
-        # Not splitlines, which also cuts at U+2028 and others that JSON strings may hold.
-        found = [(at, text) for at, text in enumerate(_read(args.prompts_file).split("\n"), 1) if text.strip()]
-        is_json = Path(args.prompts_file).suffix in (".jsonl", ".ndjson") or (
-            found and found[0][1].lstrip().startswith("{")
-        )
-        for at, text in found:
-            where = f"{args.prompts_file}:{at}"
-            lines.append(_json_line(text, where) if is_json else _Line(text, where=where))
-    if not lines:
-        raise ValueError("there is no prompt; give --prompt TEXT (- reads stdin) or --prompts-file FILE")
-    return lines
-
-
-def _read(name: str) -> str:
-    try:
-        return sys.stdin.read() if name == "stdin" else Path(name).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not text in {error.encoding}: {error.reason} at byte {error.start}") from None
-
-
-def _json_line(line: str, where: str) -> _Line:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
-    if isinstance(value, str):
-        return _Line(value, where=where)
-    if not isinstance(value, dict) or ("prompt" in value) == ("messages" in value):
-        raise ValueError(f"{where} must be a string, or an object with either prompt or messages")
-    key = "prompt" if "prompt" in value else "messages"
-    prompt = value.pop(key)
-    if not (_are_messages(prompt) or (key == "prompt" and (isinstance(prompt, str) or _are_tokens(prompt)))):
-        raise ValueError(
-            f"{where}: prompt must be a text or a list of token ids, and messages a list of objects with role and "
-            "content, both texts"
-        )
-    unknown = sorted(set(value) - set(_PER_REQUEST))
-    if unknown:
-        raise ValueError(
-            f"{where} has {', '.join(unknown)}; besides the prompt a line may set {', '.join(_PER_REQUEST)}"
-        )
-    for name, own in value.items():
-        # A bool is an int to Python, and is not to JSON.
-        if not isinstance(own, _PER_REQUEST[name]) or (isinstance(own, bool) and _PER_REQUEST[name] is not bool):
-            raise ValueError(f"{where}: {name}={json.dumps(own)} has the wrong type")
-    if not all(isinstance(text, str) for text in value.get("stop", [])):
-        raise ValueError(f"{where}: stop={json.dumps(value['stop'])} must be a text or a list of texts")
-    return _Line(prompt, value, where)
-
-
-def _are_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in value)
-    )
-
-
-def _are_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
-
-
-def _params(args: argparse.Namespace, lines: list[_Line]) -> list[SamplingParams]:
+def _params(args: argparse.Namespace, lines: list[Line]) -> list[SamplingParams]:
     from jaxkv.sampling import SamplingParams
 
     common = SamplingParams(
@@ -245,11 +163,17 @@ def _params(args: argparse.Namespace, lines: list[_Line]) -> list[SamplingParams
         stop=tuple(args.stop),
         ignore_eos=args.ignore_eos,
         logprobs=args.logprobs,
+        n=args.n,
+        min_tokens=args.min_tokens,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        repetition_penalty=args.repetition_penalty,
     )
     params = []
     for index, line in enumerate(lines):
         try:
-            params.append(dataclasses.replace(common, **{"seed": (common.seed + index) % 2**32, **line.own}))
+            seed = (common.seed + index * args.n) % 2**32
+            params.append(dataclasses.replace(common, **{"seed": seed, **line.own}))
         except ValueError as error:
             raise ValueError(f"{line.where}: {error}") from None
     return params
@@ -273,14 +197,22 @@ def _dtype(name: str) -> str | None:
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def _show_text(stream: Any, progress: cli.Progress, count: int) -> list[Completion]:
+def _places(choices: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (prompt, continuation) of each text, in the order in which they are shown."""
+    return [(index, choice) for index, count in enumerate(choices) for choice in range(count)]
+
+
+def _show_text(stream: Any, progress: cli.Progress, choices: Sequence[int]) -> list[Completion]:
     """Print texts in the order of the prompts: the first that is not done streams, those behind it wait."""
+    place = {name: at for at, name in enumerate(_places(choices))}
+    count = len(place)
     texts = [""] * count
     done: list[Completion | None] = [None] * count
     turn, begun = 0, False
     for delta in stream:
-        texts[delta.index] += delta.text
-        done[delta.index] = delta.completion or done[delta.index]
+        at = place[delta.index, delta.choice]
+        texts[at] += delta.text
+        done[at] = delta.completion or done[at]
         while turn < count and (texts[turn] or done[turn] is not None):
             progress.close()
             if count > 1 and not begun:
@@ -294,20 +226,21 @@ def _show_text(stream: Any, progress: cli.Progress, count: int) -> list[Completi
     return [completion for completion in done if completion is not None]
 
 
-def _show_json(stream: Any, progress: cli.Progress, count: int) -> list[Completion]:
-    """Print a line a request, in the order of the prompts, each as soon as those before it are out."""
+def _show_json(stream: Any, progress: cli.Progress, choices: Sequence[int]) -> list[Completion]:
+    """Print a line a text, in the order of the prompts, each as soon as those before it are out."""
+    place = {name: at for at, name in enumerate(_places(choices))}
     waiting: dict[int, Any] = {}
     completions: list[Completion] = []
     tokens = 0
     for delta in stream:
         tokens += len(delta.token_ids)
         if delta.completion is not None:
-            waiting[delta.index] = delta.completion
+            waiting[place[delta.index, delta.choice]] = delta.completion
         while len(completions) in waiting:
             progress.close()
             completions.append(waiting[len(completions)])
             print(json.dumps(completions[-1].to_json(), ensure_ascii=False), flush=True)
-        progress.say(f"{len(completions)} of {count} requests, {tokens} tokens")
+        progress.say(f"{len(completions)} of {len(place)} texts, {tokens} tokens")
     return completions
 
 
@@ -329,15 +262,19 @@ def _report(completions: list[Completion], llm: LLM, as_json: bool) -> None:
             f"compiled in {first.compile_seconds:.1f} s",
             file=sys.stderr,
         )
+        if llm.weights_report.quantized:
+            print(f"weights: {llm.weights_report}", file=sys.stderr)
 
 
 def _footer(done: Completion) -> str:
     # The first token comes out of prefill.
     decoded = done.generated_tokens - 1
     speed = f"{decoded / done.decode_seconds:.1f} tokens/s" if decoded and done.decode_seconds else "no decode step"
-    prefill = f"{done.prompt_tokens / done.prefill_seconds:.1f} tokens/s" if done.prefill_seconds else "not started"
+    computed = done.prompt_tokens - done.cached_tokens
+    prefill = f"{computed / done.prefill_seconds:.1f} tokens/s" if done.prefill_seconds else "shared or not started"
+    found = f" ({done.cached_tokens} of them found in the pool)" if done.cached_tokens else ""
     text = (
-        f"prompt: {done.prompt_tokens} tokens, {prefill}; generated: {done.generated_tokens} tokens, {speed}; "
+        f"prompt: {done.prompt_tokens} tokens{found}, {prefill}; generated: {done.generated_tokens} tokens, {speed}; "
         f"blocks: {done.blocks_now} at the end, {done.blocks_peak} at the peak; finish: {done.finish_reason}"
     )
     if done.compactions:
@@ -346,6 +283,8 @@ def _footer(done: Completion) -> str:
             f"{done.tokens_evicted} of {done.position} tokens evicted, {done.blocks_returned} blocks returned, "
             f"{done.blocks_peak_uncompressed} blocks at the peak without"
         )
+    if done.preemptions:
+        text += f"; gave way to older requests {done.preemptions} times"
     if done.logprobs:
         text += f"; mean log probability: {sum(done.logprobs) / len(done.logprobs):.3f}"
     return text

@@ -39,6 +39,8 @@ class LLM:
     Args:
       model: a folder with config.json and safetensors, a ``.gguf`` file, a hub id, or None: the demo model.
       dtype: of the weights; None is float32 on a CPU and bfloat16 elsewhere.
+      quantize: int4 or int8 to round the layers' matrices of a checkpoint that is not quantised; see ``weights.read``.
+      packed: whether quantised matrices stay packed; None is no on a CPU and yes elsewhere.
       kv_dtype: of the pool; None is float32 on a CPU and the weights' elsewhere.
       rows: requests that decode at once; None is as many as are given, up to 8.
       block_size: slots in a block.
@@ -61,6 +63,8 @@ class LLM:
         model: str | None = None,
         *,
         dtype: str | None = None,
+        quantize: str | None = None,
+        packed: bool | None = None,
         kv_dtype: str | None = None,
         rows: int | None = None,
         block_size: int = 16,
@@ -91,7 +95,8 @@ class LLM:
         start = time.perf_counter()
         self.compression = compression or KEEP_EVERYTHING
         self._stats = query_stats(self.compression, weights.read_config(path))
-        self.config, self.weights = weights.load(path, jnp.dtype(dtype))
+        loaded = weights.read(path, jnp.dtype(dtype), quantize=quantize, packed=packed)
+        self.config, self.weights, self.weights_report = loaded.config, loaded.weights, loaded.report
         self.tokenizer = Tokenizer.load(path)
         self._eos = self.tokenizer.eos_union(self.config.eos_token_ids)
         self.load_seconds = time.perf_counter() - start
@@ -141,7 +146,7 @@ class LLM:
         system_prompt: str | None = None,
         compression: CompressionConfig | Sequence[CompressionConfig] | None = None,
     ) -> list[Completion]:
-        """Complete prompts and return them in order.
+        """Complete prompts and return them in order, the n continuations of a prompt one after the other.
 
         Args:
           prompts: a list of prompts, or one text.
@@ -155,8 +160,8 @@ class LLM:
           RequestError: a prompt can never be served; none was started.
         """
         deltas = self._start(self._requests(prompts, params, raw, system_prompt, compression), round_steps=None)
-        done = {delta.index: delta.completion for delta in deltas if delta.completion is not None}
-        return [done[index] for index in sorted(done)]
+        done = {(delta.index, delta.choice): delta.completion for delta in deltas if delta.completion is not None}
+        return [done[name] for name in sorted(done)]
 
     def stream(
         self,
@@ -190,8 +195,9 @@ class LLM:
                 ids = self.encode(source, raw=raw, system_prompt=system_prompt)
             except ValueError as error:
                 raise RequestError(f"prompt {at + 1} of {len(sources)}: {error}") from error
-            text = RunningText(TextStream(self.tokenizer, one.stop))
-            jobs.append(_Job(source, Request(ids, one, own[at], text.push), text))
+            texts = [RunningText(TextStream(self.tokenizer, one.stop, one.min_tokens)) for _ in range(one.n)]
+            watch = texts[0].push if one.n == 1 else [text.push for text in texts]
+            jobs.append(_Job(source, Request(ids, one, own[at], watch), texts))
         return jobs
 
     def engine(self, requests: Sequence[Request]) -> Engine:
@@ -223,9 +229,9 @@ class LLM:
             while engine.has_work:
                 for event in engine.step(round_steps):
                     at = ids[event.request_id]
-                    delta = jobs[at].text.delta(at, event)
+                    delta = jobs[at].texts[event.choice].delta(at, event)
                     if event.report is not None:
-                        completion = self._completion(engine, jobs[at], event.report)
+                        completion = self._completion(engine, jobs[at], event.choice, event.report)
                         delta = dataclasses.replace(delta, completion=completion)
                     sound = True
                     yield delta
@@ -240,15 +246,16 @@ class LLM:
                 # A step was torn in the middle, and with it the pool that it had been given.
                 self._engine = None
 
-    def _completion(self, engine: Engine, job: _Job, report: Report) -> Completion:
-        text, params = job.text, job.request.params
+    def _completion(self, engine: Engine, job: _Job, choice: int, report: Report) -> Completion:
+        text, params = job.texts[choice], job.request.params
         if text.stopped:
             report = dataclasses.replace(report, finish_reason="stop", reached_context=False)
         return Completion(
             prompt=job.source,
             text=text.text,
             token_ids=list(text.token_ids),
-            seed=params.seed,
+            choice=choice,
+            seed=(params.seed + choice) % 2**32,
             compile_seconds=self._compile_seconds,
             block_size=engine.cache.block_size,
             pool_blocks=engine.cache.blocks,
@@ -309,11 +316,11 @@ class LLM:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A prompt as it was given, its request, and the text that it becomes."""
+    """A prompt as it was given, its request, and the texts that it becomes."""
 
     source: str | list[int] | list[dict[str, str]]
     request: Request
-    text: RunningText
+    texts: list[RunningText]
 
 
 def _each(name: str, given: Any, kind: Any, count: int) -> list[Any]:

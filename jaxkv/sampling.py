@@ -143,9 +143,9 @@ class Sampling:
             getattr(self, field)[at] = getattr(params, field)
         for field in ("presence", "frequency", "repetition"):
             getattr(self, field)[at] = getattr(params, f"{field}_penalty")
-        self.seed[at] = (params.seed + choice) % 2**32  # type: ignore[index]
-        self.generated[at] = generated  # type: ignore[index]
-        self.stop_ids[at, : len(stop_ids)] = stop_ids  # type: ignore[index]
+        self.seed[at] = (params.seed + choice) % 2**32
+        self.generated[at] = generated
+        self.stop_ids[at, : len(stop_ids)] = stop_ids
 
     def is_stop(self, tokens: Int[Array, "B"]) -> Bool[Array, "B"]:
         """Return which rows a token ends."""

@@ -32,12 +32,13 @@ class TextStream:
     text, so a stop string cannot be one.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = (), min_tokens: int = 0) -> None:
         """Begin a text.
 
         Args:
           tokenizer: of the model that makes the tokens.
           stop: strings that end the text and are not part of it.
+          min_tokens: how many tokens belong to the text whatever they spell.
 
         Raises:
           ValueError: a stop string is empty.
@@ -46,6 +47,7 @@ class TextStream:
         if "" in self._stops:
             raise ValueError("a stop string is empty, which would end every text at once; leave it out")
         self._longest = max(map(len, self._stops), default=0)
+        self._exempt = min_tokens
         self._tokens = _decoder(tokenizer)
         self._held = ""
         self._shown: list[str] = []
@@ -65,7 +67,10 @@ class TextStream:
         """
         if self._finished:
             raise RuntimeError("the text is finished; begin another TextStream for another text")
-        return "" if self.stopped else self._certain(self._tokens.push(token_id), last=False)
+        if self.stopped:
+            return ""
+        self._exempt -= 1
+        return self._certain(self._tokens.push(token_id), last=False)
 
     def finish(self) -> str:
         """Return the text still held back: nothing more will come."""
@@ -79,6 +84,10 @@ class TextStream:
         if not new and not last:
             return ""
         self._held += new
+        if self._exempt >= 0:
+            piece, self._held = self._held, ""
+            self._shown.append(piece)
+            return piece
         found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True

@@ -21,7 +21,7 @@ import pytest
 import tiny_folder
 
 import pallas_kernels
-from jaxkv import RequestError, SamplingParams, cli, decode, generate
+from jaxkv import RequestError, SamplingParams, cli, decode, generate, prompts
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,7 +47,7 @@ def fail(error: BaseException) -> Callable[[], None]:
     [
         lambda: SamplingParams(max_tokens=0),
         lambda: pallas_kernels.candidates("cuda"),  # type: ignore[arg-type]
-        lambda: generate._json_line("{}", "file:1"),
+        lambda: prompts._json_line("{}", "file:1"),
     ],
 )
 def test_what_a_module_of_ours_raises_is_one_line(
@@ -198,7 +198,7 @@ def test_progress_on_a_terminal_leaves_stdout_and_the_footer_alone(folder: Path,
     assert b"compiling" in shown
     if as_json:
         assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["the cat", "x"]
-        assert b"requests, " in shown
+        assert b"texts, " in shown
         assert b"token_ids" not in shown
         # The last thing is to take the line away.
         assert shown.endswith(b"\x1b[2K")

@@ -114,7 +114,7 @@ def test_text_is_printed_as_it_is_made(capsys: pytest.CaptureFixture[str]) -> No
     """The first that is not done streams, and those behind it wait."""
 
     def delta(index: int, text: str, last: bool = False) -> Any:
-        return types.SimpleNamespace(index=index, text=text, completion=last or None)
+        return types.SimpleNamespace(index=index, choice=0, text=text, completion=last or None)
 
     steps = [
         (delta(1, "b1"), ""),
@@ -131,7 +131,7 @@ def test_text_is_printed_as_it_is_made(capsys: pytest.CaptureFixture[str]) -> No
             assert at == 0 or capsys.readouterr().out == steps[at - 1][1]
             yield piece
 
-    assert len(generate._show_text(stream(), cli.Progress(False), 3)) == 3
+    assert len(generate._show_text(stream(), cli.Progress(False), [1, 1, 1])) == 3
     assert capsys.readouterr().out == steps[-1][1]
 
 

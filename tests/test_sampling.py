@@ -122,6 +122,13 @@ def test_seed_and_count_make_the_key():
         ({"seed": -1}, "seed=-1"),
         ({"seed": 2**32}, "seed=4294967296"),
         ({"stop": ("a", "")}, "a stop string is empty"),
+        ({"min_tokens": 257}, "min_tokens=257 must be from 0 to max_tokens=256"),
+        ({"min_tokens": -1}, "min_tokens=-1"),
+        ({"presence_penalty": 2.1}, "presence_penalty=2.1 must be between -2 and 2"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty=nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be above 0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty=inf"),
+        ({"n": 129}, "n=129 must be from 1 to 128"),
     ],
 )
 def test_parameters_that_make_no_sense_are_refused(change, message):
