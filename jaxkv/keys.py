@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxkv.config import ModelConfig
 
+Tokens = Sequence[int] | np.ndarray
 KEY_BYTES = 32
 _NAMES = frozenset({"name", "architecture", "bos_token_id", "eos_token_ids", "context"})
 """Fields of a model that no key or value depends on."""
@@ -35,17 +36,17 @@ def fingerprint(model: ModelConfig, *, dtype: str, weights: str = "", salt: str 
     return _digest("jaxkv fingerprint 1", json.dumps(facts, sort_keys=True).encode())
 
 
-def content_key(root: bytes, tokens: Sequence[int]) -> bytes:
+def content_key(root: bytes, tokens: Tokens) -> bytes:
     """Return the key of a segment; ``root`` is the fingerprint."""
-    return _digest("jaxkv content 1", root, _bytes(tokens))
+    return _digest("jaxkv content 1", root, token_bytes(tokens))
 
 
-def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+def block_key(parent: bytes, tokens: Tokens) -> bytes:
     """Return the key of a block of tokens; ``parent`` is the key of the block before it, or the fingerprint."""
-    return _digest("jaxkv prefix 1", parent, _bytes(tokens))
+    return _digest("jaxkv prefix 1", parent, token_bytes(tokens))
 
 
-def prefix_keys(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+def prefix_keys(root: bytes, tokens: Tokens, block_size: int) -> list[bytes]:
     """Return the chained keys of all full blocks of a text that starts with ``tokens``."""
     keys = []
     for start in range(0, len(tokens) - block_size + 1, block_size):
@@ -54,8 +55,18 @@ def prefix_keys(root: bytes, tokens: Sequence[int], block_size: int) -> list[byt
     return keys
 
 
-def _bytes(tokens: Sequence[int]) -> bytes:
-    return np.asarray(tokens, "<i4").tobytes()
+def token_bytes(tokens: Tokens) -> bytes:
+    """Return token ids as little-endian int32.
+
+    Raises:
+      ValueError: one is not an integer from 0 to 2**31 - 1. Rounded or wrapped ids would give two texts one key.
+    """
+    array = np.asarray(tokens)
+    if array.size and array.dtype.kind not in "iu":
+        raise ValueError(f"token ids of dtype {array.dtype}; give integers")
+    if array.size and not 0 <= array.min() <= array.max() < 1 << 31:
+        raise ValueError(f"token ids from {array.min()} to {array.max()}; they must be at least 0 and below 2**31")
+    return array.astype("<i4").tobytes()
 
 
 def _digest(domain: str, *parts: bytes) -> bytes:
