@@ -19,23 +19,26 @@ from jax import lax
 from jaxkv import rope
 from jaxkv.config import ModelConfig
 from jaxkv.dims import Array, Float, Int
+from jaxkv.quant import Matrix, linear
 
 State = TypeVar("State")
 
 
 @struct.dataclass
 class Layer:
-    """Weights of one decoder layer. Matrices are ``[out, in]``, as checkpoints keep them; None is absent."""
+    """Weights of one decoder layer. Matrices are ``[out, in]``, as checkpoints keep them, plain or packed (see
+    ``jaxkv.quant``); None is absent.
+    """
 
     attention_norm: Float[Array, "E"]
-    q: Float[Array, "H*D E"]
-    k: Float[Array, "K*D E"]
-    v: Float[Array, "K*D E"]
-    o: Float[Array, "E H*D"]
+    q: Matrix  # [H*D, E]
+    k: Matrix  # [K*D, E]
+    v: Matrix  # [K*D, E]
+    o: Matrix  # [E, H*D]
     mlp_norm: Float[Array, "E"]
-    gate: Float[Array, "I E"]
-    up: Float[Array, "I E"]
-    down: Float[Array, "E I"]
+    gate: Matrix  # [I, E]
+    up: Matrix  # [I, E]
+    down: Matrix  # [E, I]
     q_bias: Float[Array, "H*D"] | None = None
     k_bias: Float[Array, "K*D"] | None = None
     v_bias: Float[Array, "K*D"] | None = None
@@ -132,24 +135,6 @@ def init_weights(config: ModelConfig, seed: int = 0, dtype: Any = np.float32) ->
     return jax.tree_util.tree_map_with_path(draw, weight_shapes(config))
 
 
-def linear(weight: Float[Array, "O X"], x: Float[Array, "*R X"], dtype: Any = None) -> Float[Array, "*R O"]:
-    """Multiply rows by a matrix ``[out, in]``, accumulating in float32; the result has ``dtype``, or x's.
-
-    The weights stand on the left, which XLA:CPU runs fastest in float32. In bfloat16 it falls off a cliff there
-    at few rows, and at one row in any form, so bfloat16 rows come first and a lone row is computed twice.
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    count = rows.shape[0]
-    if weight.dtype == jnp.float32:
-        out = lax.dot_general(weight, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32).T
-    else:
-        if count == 1:
-            rows = jnp.concatenate([rows, rows])
-        contract = (((1,), (1,)), ((), ()))
-        out = lax.dot_general(rows.astype(weight.dtype), weight, contract, preferred_element_type=jnp.float32)[:count]
-    return out.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype or x.dtype)
-
-
 def rms_norm(x: Float[Array, "*R E"], weight: Float[Array, "E"], eps: float) -> Float[Array, "*R E"]:
     """Root-mean-square norm (arXiv 1910.07467), computed in float32."""
     y = x.astype(jnp.float32)
@@ -197,7 +182,7 @@ def logits(weights: Weights, hidden: Float[Array, "*R E"]) -> Float[Array, "*R V
 
 
 def _project(layer: Layer, config: ModelConfig, x: Array, cos: Array, sin: Array) -> Heads:
-    def split(weight: Array, bias: Array | None, heads: int) -> Array:
+    def split(weight: Matrix, bias: Array | None, heads: int) -> Array:
         return _affine(weight, bias, x).reshape(*x.shape[:-1], heads, config.head_dim)
 
     q = split(layer.q, layer.q_bias, config.heads)
@@ -216,6 +201,6 @@ def _mlp(layer: Layer, x: Array) -> Array:
         return _affine(layer.down, layer.down_bias, gated)
 
 
-def _affine(weight: Array, bias: Array | None, x: Array) -> Array:
+def _affine(weight: Matrix, bias: Array | None, x: Array) -> Array:
     out = linear(weight, x)
     return out if bias is None else out + bias.astype(out.dtype)

@@ -177,7 +177,7 @@ def test_rope_in_the_old_and_the_new_style(changes: dict[str, Any], expected: Ro
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
             "rope_parameters for each of full_attention",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq': packed weights"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method='hqq': packed weights other than awq, gptq"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_type='linear' lacks factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor"),
@@ -189,8 +189,8 @@ def test_config_json_is_refused_by_name(changes: dict[str, Any], reason: str) ->
 
 
 def test_all_reasons_are_in_one_error() -> None:
-    with pytest.raises(ValueError, match=r"num_experts=4[\s\S]*quant_method='gptq'[\s\S]*hidden_act='relu'"):
-        hf.model_config(RAW | {"num_experts": 4, "quantization_config": {"quant_method": "gptq"}, "hidden_act": "relu"})
+    with pytest.raises(ValueError, match=r"num_experts=4[\s\S]*quant_method='fp8'[\s\S]*hidden_act='relu'"):
+        hf.model_config(RAW | {"num_experts": 4, "quantization_config": {"quant_method": "fp8"}, "hidden_act": "relu"})
 
 
 @pytest.mark.parametrize(

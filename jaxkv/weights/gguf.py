@@ -1,4 +1,4 @@
-"""GGUF files: their metadata as a ModelConfig, and their tensors dequantised.
+"""GGUF files: their metadata as a ModelConfig, and their tensors, dequantised or repacked.
 
 The keys are those of ggml's ``docs/gguf.md``; the numbers behind each type are the ``gguf`` package's own.
 """
@@ -14,8 +14,10 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from jaxkv.config import ModelConfig, RopeConfig
+from jaxkv.quant import Packed
 from jaxkv.rope import inverse_frequencies
 from jaxkv.weights.gguf_metadata import GGUFHeader, TensorEntry, read_header
+from jaxkv.weights.gguf_packed import repack
 from jaxkv.weights.names import GGUF, Checkpoint, Parameter, Tensor
 
 # Values dequantised at once: twice as fast as 2 ** 20, whose temporaries no longer fit in the cache.
@@ -93,12 +95,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if len(entries) < len(header.tensors):
         raise ValueError(f"{path} lists a tensor twice; the file is damaged: fetch it again")
 
-    def pieces(parameter: Parameter) -> Iterator[np.ndarray]:
+    def rows(parameter: Parameter) -> tuple[np.ndarray, GGMLQuantizationType]:
         entry = entries[parameter.name]
-        raw = _raw(data, entry, path)
+        raw = _raw(data, entry, path).reshape(parameter.shape[0], -1)
         if parameter.permuted_heads is not None:
-            raw = _unpermute(raw.reshape(parameter.shape[0], -1), parameter.permuted_heads).reshape(-1)
-        return dequantize(raw, GGMLQuantizationType(entry.ggml_type))
+            raw = _unpermute(raw, parameter.permuted_heads)
+        return raw, GGMLQuantizationType(entry.ggml_type)
+
+    def pieces(parameter: Parameter) -> Iterator[np.ndarray]:
+        raw, kind = rows(parameter)
+        return dequantize(raw.reshape(-1), kind)
+
+    def packed(parameter: Parameter) -> Packed | None:
+        return repack(*rows(parameter))
 
     return Checkpoint(
         origin=str(path),
@@ -107,6 +116,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         tensors={name: Tensor(entry.shape, _kind(entry.ggml_type)) for name, entry in entries.items()},
         readable=tuple(kind.name for kind in GGMLQuantizationType if _readable(kind)),
         pieces=pieces,
+        packed=packed,
     )
 
 

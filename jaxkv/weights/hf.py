@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json and safetensors, without torch.
+"""Hugging Face folders: config.json and safetensors, plain, AWQ or GPTQ, without torch.
 
 What config.json leaves out has the value that transformers gives it, so that a folder means the same here and there.
 """
@@ -12,11 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from safetensors import safe_open
 
 from jaxkv.config import ROPE_KINDS, ModelConfig, RopeConfig
-from jaxkv.weights.names import HF, Checkpoint, Parameter, Tensor
+from jaxkv.quant import Packed, host_values
+from jaxkv.weights import prequantized
+from jaxkv.weights.names import HF, Checkpoint, Parameter, Tensor, parameters
 
 READABLE = ("F64", "F32", "F16", "BF16")
 PIECE = 1 << 20
@@ -120,23 +123,24 @@ def model_config(
 
 def read_config(folder: Path) -> ModelConfig:
     """Return the model that a folder's config.json and generation_config.json describe; see ``model_config``."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no config.json; give a folder with config.json and safetensors")
     generation = folder / "generation_config.json"
     return model_config(
-        _json(path), _json(generation) if generation.is_file() else None, name=_name(folder), origin=str(path)
+        _config_json(folder),
+        _json(generation) if generation.is_file() else None,
+        name=_name(folder),
+        origin=str(folder / "config.json"),
     )
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Open a folder of config.json and safetensors: one file, or shards with their index.
+    """Open a folder of config.json and safetensors: one file, or shards with their index; plain, AWQ or GPTQ.
 
     Raises:
       FileNotFoundError: if config.json, the safetensors or some of the shards are not there.
-      ValueError: as ``model_config``, or for a file that is no safetensors file.
+      ValueError: as ``model_config``, or for a file that is no safetensors file, or if the tensors of a packed matrix
+        do not fit together.
     """
-    config = read_config(folder)
+    config, given = read_config(folder), _config_json(folder).get("quantization_config")
     slices: dict[str, Any] = {}
     for path in _files(folder):
         try:
@@ -146,14 +150,31 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         except Exception as error:  # safetensors' own error derives from Exception alone
             raise ValueError(f"{path} cannot be read as safetensors ({error}); fetch it again") from error
 
-    def pieces(parameter: Parameter) -> Iterator[np.ndarray]:
-        part, total = slices[parameter.name], parameter.shape[0]
-        rows = max(1, PIECE * total // math.prod(parameter.shape))
-        for start in range(0, total, rows):
-            yield part[start : min(start + rows, total)]
-
     tensors = {name: Tensor(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
-    return Checkpoint(str(folder), config, HF[config.architecture], tensors, READABLE, pieces)
+    names, scheme = HF[config.architecture], None
+    readable: tuple[str, ...] = READABLE
+    if given:
+        scheme = prequantized.Scheme(given, lambda name: slices[name][:])
+        wanted = {parameter.name for parameter in jax.tree.leaves(parameters(names, config))}
+        tensors, readable = scheme.folded(tensors, wanted, str(folder)), (*READABLE, scheme.name)
+
+    def packed(parameter: Parameter) -> Packed | None:
+        if scheme is None or tensors[parameter.name].kind != scheme.name:
+            return None
+        return scheme.matrix(parameter.name, slices)
+
+    def pieces(parameter: Parameter) -> Iterator[np.ndarray]:
+        matrix = packed(parameter)
+        return _pieces(slices[parameter.name], parameter.shape) if matrix is None else host_values(matrix)
+
+    quantized = "" if scheme is None else scheme.name
+    return Checkpoint(str(folder), config, names, tensors, readable, pieces, packed, quantized)
+
+
+def _pieces(part: Any, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    rows = max(1, PIECE * shape[0] // math.prod(shape))
+    for start in range(0, shape[0], rows):
+        yield part[start : min(start + rows, shape[0])]
 
 
 def _refusals(raw: Mapping[str, Any], architecture: Architecture) -> list[str]:
@@ -179,8 +200,7 @@ def _refusals(raw: Mapping[str, Any], architecture: Architecture) -> list[str]:
     elif kind not in ROPE_KINDS:
         refused.append(f"rope_type={kind!r}: RoPE other than {', '.join(ROPE_KINDS)}")
     if raw.get("quantization_config"):
-        method = dict(raw["quantization_config"]).get("quant_method", "unnamed")
-        refused.append(f"quantization_config with quant_method={method!r}: packed weights")
+        refused += prequantized.refusals(raw["quantization_config"])
     if raw.get("hidden_act", "silu") != "silu":
         refused.append(f"hidden_act={raw['hidden_act']!r}: an activation other than silu")
     return refused
@@ -250,6 +270,13 @@ def _eos_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _flag(raw: Mapping[str, Any], value: bool | str) -> bool:
     return bool(raw.get(value, False)) if isinstance(value, str) else value
+
+
+def _config_json(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json; give a folder with config.json and safetensors")
+    return _json(path)
 
 
 def _json(path: Path) -> dict[str, Any]:

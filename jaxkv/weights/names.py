@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxkv.config import ModelConfig
 from jaxkv.model import Weights, weight_shapes
+from jaxkv.quant import Packed
 
 LISTED = 20
 
@@ -74,6 +75,8 @@ class Checkpoint:
       tensors: what its headers list, by name.
       readable: the types that ``pieces`` can read.
       pieces: yields a parameter's values in order, as arrays of some float dtype, a few MB at a time.
+      packed: returns a matrix as it is kept packed, or None where its type is not.
+      quantized: what the checkpoint as a whole was quantised by, as its configuration says; empty if it does not.
     """
 
     origin: str
@@ -82,6 +85,8 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     readable: tuple[str, ...]
     pieces: Callable[[Parameter], Iterator[np.ndarray]]
+    packed: Callable[[Parameter], Packed | None] = lambda _: None
+    quantized: str = ""
 
 
 _HF = NameMap(
