@@ -9,6 +9,7 @@ SHELL := /bin/bash
 VENV := .venv
 NEWEST := .venv-newest
 export PROMPT ?= Why is the sky blue?
+SECONDS ?= 60
 PYTEST_ARGS ?=
 PYTEST := -m pytest $(PYTEST_ARGS)
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
@@ -16,7 +17,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check --no-input -c cons
 # The kernels' tests are the fast ones that import pallas_kernels.
 KERNEL_TESTS = $(shell grep -lE '^(import|from) pallas_kernels' tests/test_*.py)
 
-.PHONY: help demo test test-demo test-aot test-newest run-newest check wheel clean
+.PHONY: help demo test test-demo test-aot test-newest run-newest soak check wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -41,6 +42,9 @@ test-newest: ## the kernels' tests on the newest JAX, which needs Python 3.12
 run-newest: $(NEWEST)/.tests
 	@$(NEWEST)/bin/python -c 'import jax, sys; print("JAX", jax.__version__, "on Python", sys.version.split()[0])'
 	$(NEWEST)/bin/python $(PYTEST) $(KERNEL_TESTS)
+
+soak: $(VENV)/.tools ## random load at the pool's limit for SECONDS=60
+	$(VENV)/bin/python scripts/soak.py --seconds $(SECONDS)
 
 check: $(VENV)/.tools ## lint, format and types
 	$(VENV)/bin/ruff check .

@@ -358,7 +358,7 @@ class Engine:
             self.memory.keep(row)
         self.memory.release(row)
         self.scheduler.remove(row)
-        self.totals.add(report)
+        self.totals.add(report, row.choice)
         return Event(row.request_id, report=report, choice=row.choice)
 
     def _fill_sampling(self, arrays: Sampling, at: int, row: Row) -> None:

@@ -118,8 +118,9 @@ class Totals:
     blocks_dropped: int = 0
     preemptions: int = 0
 
-    def add(self, report: Report) -> None:
-        """Count a continuation that ended."""
+    def add(self, report: Report, choice: int) -> None:
+        """Count a continuation that ended. The first of a request counts its prompt."""
         self.requests += 1
-        for name in ("prompt_tokens", "cached_tokens", "tokens_evicted", "blocks_returned", "blocks_dropped"):
+        prompt = ("prompt_tokens", "cached_tokens") if choice == 0 else ()
+        for name in (*prompt, "tokens_evicted", "blocks_returned", "blocks_dropped"):
             setattr(self, name, getattr(self, name) + getattr(report, name))

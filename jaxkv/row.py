@@ -135,7 +135,7 @@ class Row:
         """Keep the peak and the history of blocks up to date."""
         held = len(self.blocks)
         self.blocks_peak = max(self.blocks_peak, held)
-        if not self.blocks_history or self.blocks_history[-1][1] != held:
+        if held != (self.blocks_history[-1][1] if self.blocks_history else 0):
             self.blocks_history.append((self.generated, held))
 
     def report(self, block_size: int) -> Report:

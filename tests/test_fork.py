@@ -26,7 +26,7 @@ def solo(tokens, params, choice, **options):
 @pytest.mark.parametrize("count", [1, 15, 16, 47])
 @pytest.mark.parametrize("method", METHODS)
 def test_each_continuation_is_that_of_a_request_of_its_own(method, count):
-    """Prompts of a part of a block, of whole blocks, and above the budget; five continuations compact in shared ones."""
+    """Prompts of a part of a block, of whole blocks, and above the budget; five compact in shared blocks."""
     params = SamplingParams(max_tokens=40, temperature=0.9, seed=5, n=5, ignore_eos=True)
     config = METHODS[method]
     made = tiny.engine(compression=config, poison=True)
