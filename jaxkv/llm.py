@@ -42,7 +42,7 @@ class LLM:
       quantize: int4 or int8 to round the layers' matrices of a checkpoint that is not quantised; see ``weights.read``.
       packed: whether quantised matrices stay packed; None is no on a CPU and yes elsewhere.
       kv_dtype: of the pool; None is float32 on a CPU and the weights' elsewhere.
-      rows: requests that decode at once; None is as many as are given, up to 8.
+      rows: texts that decode at once; None is as many as are asked for, up to 8.
       block_size: slots in a block.
       pool_blocks: the pool's size in blocks; None leaves it to ``pool_memory``.
       pool_memory: the pool's size in bytes, at most; None is what the requests need, up to half of the free host
@@ -215,6 +215,24 @@ class LLM:
                 raise RequestError(f"prompt {at} of {len(requests)}: {error}") from None
         return self._engine_of(shape)
 
+    def serving_engine(self) -> Engine:
+        """Return a warm engine for requests that are not known yet.
+
+        It has the rows and the pool that were asked for. Without a size the pool has room for every row's whole context,
+        as far as memory goes; without rows there are 8.
+        """
+        rows = self._rows or MOST_ROWS
+        shape = dataclasses.replace(self._shape, rows=rows)
+        if self._pool_blocks is not None or self._pool_memory is not None:
+            shape = self._shape_for([Request([0])] * rows)
+        else:
+            replaced = 0 if self._engine is None else self._engine.device.pool.nbytes
+            room = sizing.most_blocks(
+                self.weights, self.config, shape, replaced=replaced, implementation=self.implementation
+            )
+            shape = dataclasses.replace(shape, blocks=max(1, min(rows * shape.table_width, room)))
+        return self._engine_of(shape)
+
     def _start(self, jobs: list[_Job], round_steps: int | None) -> Generator[Delta]:
         if self._busy:
             raise RuntimeError("another stream of this LLM is still open; read it to its end or close it first")
@@ -271,7 +289,7 @@ class LLM:
     def _shape_for(self, requests: Sequence[Request]) -> CacheConfig:
         """Return the shape of an engine that can serve the requests: the present one's if it will do."""
         current = None if self._engine is None else self._engine.cache
-        rows = self._rows or min(MOST_ROWS, len(requests))
+        rows = self._rows or min(MOST_ROWS, sum(request.params.n for request in requests))
         if current is not None and self._rows is None:
             rows = max(rows, current.rows)
         shape = dataclasses.replace(self._shape, rows=rows)

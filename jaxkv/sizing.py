@@ -84,7 +84,8 @@ def choose_blocks(
 def _needed(terms: Terms, requests: Sequence[Request], blocks: int) -> tuple[int, int]:
     """Return what the requests need together in a pool of so many blocks, rounded up, and the largest alone."""
     terms = dataclasses.replace(terms, cache=dataclasses.replace(terms.cache, blocks=blocks))
-    needs = sorted((max(1, terms.worst_case(one)) for one in requests), reverse=True)[: terms.cache.rows]
+    needs = [max(1, terms.worst_case(one)) for one in requests for _ in range(one.params.n)]
+    needs = sorted(needs, reverse=True)[: terms.cache.rows]
     return rounded_up(sum(needs)), needs[0]
 
 
