@@ -1,7 +1,8 @@
 """Kernels over a paged KV pool. One entry an op; ``implementation=None`` picks by platform.
 
 Pages are ``[N, K, P, D]``: N blocks of P slots for K KV heads of dimension D, heads before slots, block 0 the null
-block. Nothing in here knows about models or engines, and nothing imports jaxkv.
+block. They may be wider than the heads, as a TPU wants them: then slots that are held have zeros from D on.
+Nothing in here knows about models or engines, and nothing imports jaxkv.
 """
 
 from __future__ import annotations
@@ -13,20 +14,31 @@ from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8, Shaped, UInt8
 
-from pallas_kernels import compact_reference, device, reference, score_reference
+from pallas_kernels import compact_reference, device, int4_reference, int8_reference, reference, score_reference
 
 Implementation = Literal["xla", "triton", "mosaic_gpu", "mosaic_tpu"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 Pages = TypeVar("Pages")
 
-__all__ = ["IMPLEMENTATIONS", "Implementation", "attend", "candidates", "compact", "score"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Implementation",
+    "attend",
+    "candidates",
+    "compact",
+    "int4_matmul",
+    "int8_matmul",
+    "score",
+]
 
 _XLA: dict[str, Callable[..., Any]] = {
     "attend": reference.attend,
     "compact": compact_reference.compact,
+    "int4_matmul": int4_reference.int4_matmul,
+    "int8_matmul": int8_reference.int8_matmul,
     "score": score_reference.score,
 }
 
@@ -75,7 +87,8 @@ def attend(
 
     Args:
       q: queries after RoPE. Head h reads KV head ``h // (H // K)``.
-      k_pages, v_pages: the pool of one layer. Slots that no query may see can hold anything, NaN included.
+      k_pages, v_pages: the pool of one layer, as wide as q or wider. Slots that no query may see can hold anything,
+        NaN included.
       block_table: slot s of row b is in block ``block_table[b, s // P]``. Entries past a row's end are not read
         unmasked; 0 is the custom.
       query_slots: the slot of every query; -1 is padding, and its output is zero.
@@ -126,7 +139,7 @@ def score(
     with the mean over future offsets folded into one w (O = 1), or their maximum (O of them).
 
     Args:
-      k_pages: keys after RoPE of one layer.
+      k_pages: keys after RoPE of one layer, as wide as w or wider.
       block_table: slot s of row b is in block ``block_table[b, s // P]``.
       length: slots that each row holds. 0 leaves a row out.
       w, c: the virtual queries. Head h reads KV head ``h // G``.
@@ -140,7 +153,7 @@ def score(
       NotImplementedError: no implementation can serve this call; the message carries each one's reason.
     """
     rows, _, heads, dim = w.shape
-    if dim != k_pages.shape[3] or heads % k_pages.shape[1] or c.shape != (rows, heads, dim // 2):
+    if dim > k_pages.shape[3] or heads % k_pages.shape[1] or c.shape != (rows, heads, dim // 2):
         raise ValueError(
             f"score wants pages [N, K, P, D], w [B, O, H, D] and c [B, H, F], "
             f"and got {k_pages.shape}, {w.shape} and {c.shape}"
@@ -190,6 +203,83 @@ def compact(
     return _dispatch("compact", implementation, (pages, keep, count, source, target), {})
 
 
+def int4_matmul(
+    x: Float[Array, "R X"],
+    packed: UInt8[Array, "O X//2"],
+    scale: Shaped[Array, "S O"],
+    offset: Shaped[Array, "S O"],
+    *,
+    units: Float[Array, "2 U O"] | None = None,
+    dtype: Any = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "R O"]:
+    """Multiply rows by a matrix ``[O, X]`` of 4-bit weights: ``x @ w.T``, accumulated in float32.
+
+    The inputs lie in S groups of X // S: 32, 64 or 128. A weight is ``scale * q - minimum`` with q from 0 to 15.
+
+    Args:
+      x: bfloat16, float16 or float32.
+      packed: byte j of a group holds input j in its low half and input ``j + X // S // 2`` in its high half.
+      scale: of each group and output.
+      offset: integers are zero points, ``minimum = scale * offset``; floats are the minimums themselves.
+      units: where scale and offset are small integers, what they count: the scale is ``units[0] * scale``, the minimum
+        ``units[1] * offset``, and S // U groups share a unit.
+      dtype: of the result; None is x's.
+      implementation: None picks; a name insists.
+
+    Raises:
+      ValueError: shapes do not fit, or the implementation's name is unknown.
+      NotImplementedError: no implementation can serve this call; the message carries each one's reason.
+    """
+    groups, outputs = scale.shape
+    if x.ndim != 2 or packed.shape != (outputs, x.shape[1] // 2) or offset.shape != scale.shape:
+        raise ValueError(
+            f"int4_matmul wants x [R, X], packed [O, X // 2], scale and offset [S, O], "
+            f"and got {x.shape}, {packed.shape}, {scale.shape} and {offset.shape}"
+        )
+    if x.shape[1] not in (32 * groups, 64 * groups, 128 * groups):
+        raise ValueError(f"{groups} groups of {x.shape[1]} inputs; groups have 32, 64 or 128 inputs")
+    if units is not None and (units.ndim != 3 or units.shape[::2] != (2, outputs) or groups % units.shape[1]):
+        raise ValueError(f"units is [2, U, {outputs}], U a divisor of {groups} groups, and got {units.shape}")
+    options = {"units": units, "dtype": jnp.dtype(dtype or x.dtype)}
+    return _dispatch("int4_matmul", implementation, (x, packed, scale, offset), options)
+
+
+def int8_matmul(
+    x: Float[Array, "R X"],
+    q: Int8[Array, "O X"],
+    scale: Shaped[Array, "S O"],
+    *,
+    units: Float[Array, "U O"] | None = None,
+    dtype: Any = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "R O"]:
+    """Multiply rows by a matrix ``[O, X]`` of 8-bit weights ``scale * q``: ``x @ w.T``, accumulated in float32.
+
+    Args:
+      x: bfloat16, float16 or float32.
+      q: integers from -128 to 127.
+      scale: of each group of X // S inputs and output; S = 1 is a scale a row.
+      units: where scales are small integers, what they count, for S // U groups each.
+      dtype: of the result; None is x's.
+      implementation: None picks; a name insists.
+
+    Raises:
+      ValueError: shapes do not fit, or the implementation's name is unknown.
+      NotImplementedError: no implementation can serve this call; the message carries each one's reason.
+    """
+    groups, outputs = scale.shape
+    if x.ndim != 2 or q.shape != (outputs, x.shape[1]) or x.shape[1] % groups:
+        raise ValueError(
+            f"int8_matmul wants x [R, X], q [O, X] and scale [S, O], S a divisor of X, "
+            f"and got {x.shape}, {q.shape} and {scale.shape}"
+        )
+    if units is not None and (units.ndim != 2 or units.shape[1] != outputs or groups % units.shape[0]):
+        raise ValueError(f"units is [U, {outputs}], U a divisor of {groups} groups, and got {units.shape}")
+    options = {"units": units, "dtype": jnp.dtype(dtype or x.dtype)}
+    return _dispatch("int8_matmul", implementation, (x, q, scale), options)
+
+
 def _installed(name: str) -> bool:
     return name == "xla" or importlib.util.find_spec(f"pallas_kernels.{name}") is not None
 
@@ -204,6 +294,8 @@ def _function(op: str, name: str) -> Callable[..., Any]:
         module = importlib.import_module(f"pallas_kernels.{name}")
     except ImportError as error:
         raise NotImplementedError(f"cannot be imported with JAX {jax.__version__} ({error})") from error
+    if not hasattr(module, op):
+        raise NotImplementedError(f"has no {op}")
     return getattr(module, op)
 
 
@@ -220,7 +312,7 @@ def _dispatch(op: str, implementation: Implementation | None, args: Any, options
 
 
 def _check(q: Any, k_pages: Any, v_pages: Any, block_table: Any, query_slots: Any) -> None:
-    if q.ndim != 4 or k_pages.ndim != 4 or k_pages.shape != v_pages.shape or q.shape[-1] != k_pages.shape[-1]:
+    if q.ndim != 4 or k_pages.ndim != 4 or k_pages.shape != v_pages.shape or q.shape[-1] > k_pages.shape[-1]:
         raise ValueError(
             f"attend wants q [B, T, H, D] and pages [N, K, P, D], and got {q.shape}, {k_pages.shape}, {v_pages.shape}"
         )

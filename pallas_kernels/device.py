@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import jax
 
 KIB = 1024
+MIB = 1024 * KIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +21,11 @@ class Device:
       kind: the chip's name, as JAX spells it.
       platform: gpu, tpu or cpu.
       capability: NVIDIA's compute capability, (9, 0) for Hopper; (0, 0) elsewhere.
-      cores: streaming multiprocessors.
+      cores: streaming multiprocessors, or tensor cores of a TPU.
       shared_memory: bytes that one block of threads may ask for.
       shared_memory_core: bytes that a multiprocessor has for all its blocks, 1 KiB a block of its own included.
       threads_core: threads that a multiprocessor holds at once.
+      vmem: bytes of vector memory that a tensor core of a TPU has.
       interpret: run Pallas kernels in its interpreter, on whatever is there.
     """
 
@@ -34,6 +36,7 @@ class Device:
     shared_memory: int = 0
     shared_memory_core: int = 0
     threads_core: int = 0
+    vmem: int = 0
     interpret: bool = False
 
     def __post_init__(self) -> None:
@@ -54,6 +57,10 @@ def _nvidia(kind: str, capability: tuple[int, int], cores: int, kib: int, thread
     return Device(kind, "gpu", capability, cores, (kib - 1) * KIB, kib * KIB, threads)
 
 
+def _tpu(kind: str, cores: int, mib: int) -> Device:
+    return Device(kind, "tpu", cores=cores, vmem=mib * MIB)
+
+
 DEVICES: dict[str, Device] = {
     device.kind: device
     for device in (
@@ -62,9 +69,14 @@ DEVICES: dict[str, Device] = {
         _nvidia("NVIDIA GeForce RTX 4090", (8, 9), 128, 100, 1536),
         _nvidia("NVIDIA H100", (9, 0), 132, 228, 2048),
         _nvidia("NVIDIA H200", (9, 0), 132, 228, 2048),
+        # v5e, v6e, v5p and Ironwood, as JAX spells them.
+        _tpu("TPU v5 lite", 1, 128),
+        _tpu("TPU v6 lite", 1, 128),
+        _tpu("TPU v5", 2, 64),
+        _tpu("TPU7x", 1, 64),
     )
 }
-"""Chips known by name, from NVIDIA's public figures; others are asked for theirs."""
+"""Chips known by name, from public figures; others are asked for theirs."""
 
 _TARGET: contextvars.ContextVar[Device | None] = contextvars.ContextVar("target", default=None)
 
@@ -98,9 +110,10 @@ def current() -> Device:
 
 def _of(device: jax.Device) -> Device:
     platform = device.platform if device.platform in ("tpu", "cpu") else "gpu"
-    for kind, known in DEVICES.items():
+    # The longest name: "TPU v5 lite" starts as "TPU v5" does.
+    for kind in sorted(DEVICES, key=len, reverse=True):
         if device.device_kind.startswith(kind):
-            return known
+            return DEVICES[kind]
     capability = str(getattr(device, "compute_capability", ""))
     major, _, minor = capability.partition(".")
     # AMD's are names such as gfx942: they leave (0, 0), which no kernel of ours serves.

@@ -50,7 +50,7 @@ def attend(
     def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         index, top, total, out = carry
         slots = index * tile.slots + jnp.arange(tile.slots)
-        k, v = tile.gather(k_pages, index), tile.gather(v_pages, index)
+        k, v = (tile.gather(pages, index)[..., :dim] for pages in (k_pages, v_pages))
         logits = _product(x, k, "rqd,rsd->rqs") * scale
         if k_scale is not None:
             logits = logits * tile.gather(k_scale, index)[:, None, :]

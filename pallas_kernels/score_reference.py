@@ -30,7 +30,7 @@ def score(
     with the mean over future offsets folded into one w (O = 1), or their maximum (O of them).
 
     Args:
-      k_pages: keys after RoPE of one layer.
+      k_pages: keys after RoPE of one layer, as wide as w or wider.
       block_table: slot s of row b is in block ``block_table[b, s // P]``.
       length: slots that each row holds. 0 leaves a row out.
       w, c: the virtual queries. Head h reads KV head ``h // G``.
@@ -44,7 +44,7 @@ def score(
     """
     rows, offsets, heads, dim = w.shape
     kv_heads, bands = k_pages.shape[1], dim // 2
-    if dim != k_pages.shape[3] or heads % kv_heads or c.shape != (rows, heads, bands) or len(block_table) != rows:
+    if dim > k_pages.shape[3] or heads % kv_heads or c.shape != (rows, heads, bands) or len(block_table) != rows:
         raise ValueError(
             f"score wants pages [N, K, P, D], table [B, M], w [B, O, H, D] and c [B, H, F], "
             f"and got {k_pages.shape}, {block_table.shape}, {w.shape} and {c.shape}"
@@ -55,6 +55,7 @@ def score(
     c = c.astype(jnp.float32).reshape(rows * kv_heads, groups, bands)
 
     def tile_scores(k: Float[Array, "BK S D"], _: Array) -> Float[Array, "BK G S"]:
+        k = k[..., :dim]
         trig = _product(w, k).reshape(-1, offsets, groups, k.shape[1]).max(axis=1)
         return trig + _product(c, jnp.sqrt(k[..., :bands] ** 2 + k[..., bands:] ** 2))
 
@@ -71,7 +72,8 @@ def map_tiles(
     """Return ``function(keys, slots)`` of every tile, side by side.
 
     Args:
-      function: takes float32 keys ``[B*K, s, D]`` and their slots ``[s]``; returns ``[B*K, G, s]``.
+      function: takes float32 keys ``[B*K, s, D]`` as wide as the pages, and their slots ``[s]``; returns
+        ``[B*K, G, s]``.
       k_pages, block_table, length: as for ``score``.
       groups: G of what the function returns.
     """

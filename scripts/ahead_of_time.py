@@ -1,7 +1,7 @@
-"""Compile for NVIDIA GPUs that are not there, and read what came out: registers, memory, PTX, copies.
+"""Compile for NVIDIA GPUs and TPUs that are not there, and read what came out: registers, memory, PTX, copies.
 
 Runs in the environment that ``scripts/aot_env.sh`` makes: JAX's CUDA plugin and NVIDIA's assembler, no driver and no
-GPU. A description of the chip stands in for it. Import this module before JAX.
+GPU, and libtpu. A description of the chip stands in for it. Import this module before JAX.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ _FLAGS: dict[str, Any] = {
 if not importlib.metadata.version("jax").startswith("0.10."):
     # Newer ones dump PTX only when told to, and the older do not know how to be told.
     _FLAGS["xla_dump_emitter_re"] = "ptx"
+# Mosaic GPU calls an assembler itself and has files of its own. It says that it misses nvdisasm, and goes on.
+os.environ["MOSAIC_GPU_DUMP_TO"] = _DUMP.name
 os.environ["JAX_PLATFORMS"] = "cpu"
+# libtpu asks a TPU's machine what it is otherwise, and refuses to be in two processes at once.
+os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
 # A program that comes from the cache leaves no PTX.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *(f"--{k}={v}" for k, v in _FLAGS.items())])
@@ -47,6 +51,16 @@ _REGISTERS = 65536
 """Of 32 bits, a multiprocessor."""
 
 TARGETS = ("NVIDIA GeForce RTX 4090", "NVIDIA H200")
+
+TPU_TARGETS = ("TPU v5 lite", "TPU v6 lite", "TPU v5", "TPU7x")
+
+_TPUS = {
+    "TPU v5 lite": ("v5e:2x2", 16 * 2**30),
+    "TPU v6 lite": ("v6e:2x2", 32 * 2**30),
+    "TPU v5": ("v5p:2x2x1", 95 * 2**30),
+    "TPU7x": ("tpu7x:2x2x1", 96 * 2**30),
+}
+"""The smallest host that libtpu describes, and bytes of memory of one of its devices."""
 
 _MEMORY = {
     "NVIDIA GeForce RTX 4090": (24564 * 2**20, 1008 * 10**9, 72 * 2**20),
@@ -81,12 +95,22 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
+class VectorKernel:
+    """One kernel of a program compiled for a TPU."""
+
+    name: str
+    vector_memory: int
+    """Bytes that it takes while it runs, the blocks of its inputs and outputs included."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Program:
     """A compiled program: its text, its memory and its kernels."""
 
     text: str
     memory: Any
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[Any, ...]
+    """Of ``Kernel``, or of ``VectorKernel`` on a TPU."""
 
     def copies(self, elements: int) -> list[str]:
         """Return the instructions that copy an array of so many elements."""
@@ -99,24 +123,27 @@ class Program:
 
 
 def compile_for(kind: str, function: Callable[..., Any], *args: Any, donate: Sequence[int] = ()) -> Program:
-    """Compile a function of arrays, given as shapes, for a chip of ``TARGETS``.
+    """Compile a function of arrays, given as shapes, for a chip of ``TARGETS`` or ``TPU_TARGETS``.
 
     Raises:
       jax.errors.JaxRuntimeError: the compiler refuses it; a kernel that wants more shared memory than there is, say.
     """
-    mesh = jax.sharding.Mesh(np.array(_topology(kind).devices[:1]), ("x",))
+    described = _topology(kind) if kind in TARGETS else topologies.get_topology_desc(_TPUS[kind][0], platform="tpu")
+    mesh = jax.sharding.Mesh(np.array(described.devices[:1]), ("x",))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), args)
     for path in _dumped("*"):
         path.unlink()
     with jax.set_mesh(mesh), devices.target(kind):
         compiled = jax.jit(function, donate_argnums=tuple(donate)).lower(*args).compile()
-    return Program(compiled.as_text(), compiled.memory_analysis(), tuple(_kernels(devices.DEVICES[kind].arch)))
+    text = compiled.as_text()
+    kernels = _kernels(devices.DEVICES[kind].arch) if kind in TARGETS else _vector_kernels(text)
+    return Program(text, compiled.memory_analysis(), tuple(kernels))
 
 
 def memory_size(kind: str) -> int:
-    """Return how many bytes of memory a chip of ``TARGETS`` has."""
-    return _MEMORY[kind][0]
+    """Return how many bytes of memory a chip of ``TARGETS`` or a device of ``TPU_TARGETS`` has."""
+    return _MEMORY[kind][0] if kind in TARGETS else _TPUS[kind][1]
 
 
 def _topology(kind: str) -> topologies.TopologyDescription:
@@ -169,6 +196,16 @@ def _description(chip: devices.Device) -> str:
     return f'gpu_device_info {{ {" ".join(lines)} }} platform_name: "CUDA" {dnn} device_description_str: "{chip.kind}"'
 
 
+def _vector_kernels(text: str) -> Iterator[VectorKernel]:
+    """Yield the Pallas kernels of a module compiled for a TPU."""
+    for line in text.splitlines():
+        if 'custom_call_target="tpu_custom_call"' in line:
+            name, used = re.search(r"%([\w-]+)", line), re.search(r'"used_scoped_memory_configs":\[(.*?)\]', line)
+            assert name is not None and used is not None, line
+            sizes = re.findall(r'"memory_space":"1","offset":"\d+","size":"(\d+)"', used[1])
+            yield VectorKernel(name[1], sum(map(int, sizes)))
+
+
 def _dumped(pattern: str) -> list[pathlib.Path]:
     return sorted(path for path in pathlib.Path(_DUMP.name).glob(pattern) if path.is_file())
 
@@ -188,11 +225,23 @@ def _kernels(arch: str) -> Iterator[Kernel]:
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         for part in report.split("Compiling entry function ")[1:]:
             name = part.split("'")[1]
-            threads, memory = launches.get(name, (0, 0))
+            threads, memory = launches.get(name) or _mosaic_launch(path)
             spilled = sum(int(size) for size in re.findall(r"(\d+) bytes spill", part))
             registers = re.search(r"Used (\d+) registers", part)
             assert registers is not None, part
             yield Kernel(name, int(registers[1]), spilled, memory, threads, _entry(ptx, name))
+
+
+def _mosaic_launch(ptx: pathlib.Path) -> tuple[int, int]:
+    """Return threads and bytes of shared memory of a kernel of Mosaic GPU, which XLA's schedule has as a mere call."""
+    log = ptx.with_suffix(".mlir-passes.log")
+    if not log.exists():
+        return 0, 0
+    with log.open() as lines:
+        launch = next(line for line in lines if "gpu.launch " in line)
+    found = re.search(r"threads\(.*\) in \((.*)\) dynamic_shared_memory_size %c(\d+)_i32", launch)
+    assert found is not None, launch
+    return math.prod(map(int, re.findall(r"= %c(\d+)", found[1]))), int(found[2])
 
 
 def _entry(ptx: str, name: str) -> str:

@@ -18,13 +18,14 @@ import pallas_kernels
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of one kernel."""
+    """One call of one kernel, on the chips named, or on all NVIDIA ones where none is."""
 
     kernel: str
     name: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
     donate: Sequence[int] = ()
+    targets: Sequence[str] = ()
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> Any:
@@ -34,7 +35,7 @@ def array(*shape: int, dtype: Any = jnp.float32) -> Any:
 
 def cases() -> list[Case]:
     """Return all of them."""
-    return [*_attend_cases(), *_score_cases(), *_compact_cases()]
+    return [*_attend_cases(), *_hopper_cases(), *_score_cases(), *_compact_cases()]
 
 
 def _attend_cases() -> list[Case]:
@@ -72,6 +73,7 @@ def _attend(
     *,
     sinks: bool = False,
     wider: bool = False,
+    implementation: pallas_kernels.Implementation = "triton",
     **options: Any,
 ) -> Case:
     rows, kv_heads = (8, 8) if queries == 1 else (2, 8)
@@ -82,10 +84,24 @@ def _attend(
 
     def function(q: Any, k: Any, v: Any, table: Any, slots: Any, *sinks: Any) -> Any:
         named = {"sink_logits": sinks[0]} if sinks else {}
-        return pallas_kernels.attend(q, k, v, table, slots, implementation="triton", **named, **options)
+        return pallas_kernels.attend(q, k, v, table, slots, implementation=implementation, **named, **options)
 
     name = f"G={groups} D={dim} P={block} {dtype}" + " options" * bool(options) + " float32 queries" * wider
     return Case("attend_decode" if queries == 1 else "attend_chunk", name, function, args)
+
+
+def _hopper_cases() -> list[Case]:
+    shapes: list[tuple[Any, ...]] = [
+        (3, 64, 16, "bfloat16"),
+        (8, 64, 256, "float16"),
+        (4, 128, 16, "bfloat16"),
+        (32, 128, 8, "bfloat16"),
+    ]
+    made = [_attend(1, *shape, implementation="mosaic_gpu") for shape in shapes]
+    every: dict[str, Any] = {"window": 1000, "softcap": 30.0, "sinks": True, "return_lse": True}
+    for shape in ((3, 64, 16, "bfloat16"), (4, 128, 16, "bfloat16")):
+        made += [_attend(1, *shape, wider=wider, implementation="mosaic_gpu", **every) for wider in (False, True)]
+    return [dataclasses.replace(case, kernel="attend_hopper", targets=("NVIDIA H200",)) for case in made]
 
 
 def _score_cases() -> list[Case]:

@@ -1,4 +1,4 @@
-"""Registers, spills, shared memory and occupancy of every kernel on chips that are not there.
+"""Registers, spills, shared memory and occupancy of every kernel on chips that are not there; on TPUs vector memory.
 
     scripts/aot_env.sh .venv-aot && .venv-aot/bin/python scripts/kernel_report.py
 
@@ -16,7 +16,8 @@ import sys
 from typing import Any
 
 import ahead_of_time
-from ahead_of_time import TARGETS, compile_for
+import tpu_cases
+from ahead_of_time import TARGETS, TPU_TARGETS, compile_for
 from kernel_cases import Case, cases
 
 from pallas_kernels.device import DEVICES
@@ -25,25 +26,31 @@ from pallas_kernels.device import DEVICES
 def main() -> int:
     """Compile what the arguments select, print a table, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--target", action="append", choices=TARGETS, help="a chip (default: all)")
+    parser.add_argument("--target", action="append", choices=[*TARGETS, *TPU_TARGETS], help="a chip (default: all)")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose kernel and name contain it")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write what was found, PTX included")
     args = parser.parse_args()
-    chosen = [case for case in cases() if args.only in f"{case.kernel} {case.name}"]
+    chosen = [case for case in (*cases(), *tpu_cases.cases()) if args.only in f"{case.kernel} {case.name}"]
     found = []
-    print(f"{'chip':<10} {'kernel':<14} {'case':<40} {'regs':>5} {'spill':>6} {'smem':>7} {'occupancy':>10}")
-    for target in args.target or TARGETS:
-        for case in chosen:
+    print(f"{'chip':<10} {'kernel':<14} {'case':<48} {'regs':>5} {'spill':>6} {'smem':>7} {'occupancy':>10}")
+    for target in args.target or (*TARGETS, *TPU_TARGETS):
+        for case in (case for case in chosen if target in (case.targets or TARGETS)):
             result = measure(target, case)
             found.append(result)
+            if target in TPU_TARGETS:
+                print(
+                    f"{target:<11} {case.kernel:<14} {case.name:<48} {result['vector_memory']:>10} of vector memory",
+                    flush=True,
+                )
+                continue
             print(
-                f"{DEVICES[target].arch:<10} {case.kernel:<14} {case.name:<40} {result['registers']:>5} "
+                f"{DEVICES[target].arch:<10} {case.kernel:<14} {case.name:<48} {result['registers']:>5} "
                 f"{result['spilled']:>6} {result['shared_memory']:>7} {result['occupancy']:>10.0%}",
                 flush=True,
             )
     if args.json:
         args.json.write_text(json.dumps(found))
-    spills = [f"{result['target']}: {result['kernel']} {result['case']}" for result in found if result["spilled"]]
+    spills = [f"{result['target']}: {result['kernel']} {result['case']}" for result in found if result.get("spilled")]
     if spills:
         print("registers are spilled by", *spills, sep="\n  ", file=sys.stderr)
     return 1 if spills else 0
@@ -59,7 +66,7 @@ def measure(target: str, case: Case) -> dict[str, Any]:
         "case": case.name,
         **dataclasses.asdict(kernel),
         "kernel": case.kernel,
-        "occupancy": kernel.occupancy(DEVICES[target]),
+        **({} if target in TPU_TARGETS else {"occupancy": kernel.occupancy(DEVICES[target])}),
         "donated": sum(x.size * x.dtype.itemsize for x in donated),
         "aliased": program.memory.alias_size_in_bytes,
         "temporaries": program.memory.temp_size_in_bytes,

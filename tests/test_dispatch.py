@@ -1,4 +1,4 @@
-"""Which implementation serves a call, what is said when none does, and a package without its Triton folder."""
+"""Which implementation serves a call, what is said when none does, and a package without one of its folders."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import types
 
 import jax.numpy as jnp
 import pytest
@@ -54,7 +55,7 @@ def test_a_call_falls_through_to_one_that_serves_it(monkeypatch):
         with pytest.raises(NotImplementedError, match=r"for this call: triton: head_dim=288 is more than 256$"):
             pallas_kernels.attend(q, *rest, implementation="triton")
     monkeypatch.setattr(pallas_kernels, "candidates", lambda _: ("triton", "mosaic_tpu"))
-    with pytest.raises(NotImplementedError, match=r"triton: platform=cpu \(cpu\).*; mosaic_tpu: not installed$"):
+    with pytest.raises(NotImplementedError, match=r"triton: platform=cpu \(cpu\).*; mosaic_tpu: .* run on TPUs$"):
         pallas_kernels.attend(*zeros())
 
 
@@ -69,6 +70,8 @@ def test_kernels_say_which_chip_they_need(monkeypatch, op):
     call = getattr(pallas_kernels, op)
     with pytest.raises(NotImplementedError, match=r"triton: platform=cpu \(cpu\); these kernels run on NVIDIA GPUs"):
         call(*args, implementation="triton")
+    with pytest.raises(NotImplementedError, match=r"mosaic_tpu: platform=cpu \(cpu\); these kernels run on TPUs"):
+        call(*args, implementation="mosaic_tpu")
     chip(monkeypatch, "gpu", (7, 5))
     with pytest.raises(NotImplementedError, match=r"a chip has compute capability 7\.5; these kernels need 8\.0"):
         call(*args, implementation="triton")
@@ -91,38 +94,102 @@ def test_what_the_kernels_cannot_read_is_named(change, message):
         pallas_kernels.attend(*zeros(**change), implementation="triton")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dim": 128, "dtype": jnp.float16}, "pages of float16; these kernels take bfloat16, float32"),
+        ({"dim": 80}, "pages are 80 wide, .* no multiple of 128; make them 128 wide"),
+        ({"dim": 128, "block": 4}, "block_size=4 is not a power of two from 8 on, the rows of a tile of float32"),
+        ({"dim": 128, "block": 8, "dtype": jnp.bfloat16}, "block_size=8 is not a power of two from 16 on"),
+        ({"dim": 128, "block": 24}, "block_size=24 is not a power of two"),
+    ],
+)
+def test_what_the_tpu_kernels_cannot_take_is_named(change, message):
+    q, k, v, table, slots = zeros(**change)
+    keep = jnp.zeros((1, 2, 2 * k.shape[2]), int)
+    calls = {
+        "attend": (q, k, v, table, slots),
+        "score": (k, table, jnp.ones(1, int), q, q[:, 0, :, ::2]),
+        "compact": (k, keep, jnp.ones(1, int), table, table),
+    }
+    with device.target("TPU v5 lite", interpret=True):
+        for op, args in calls.items():
+            with pytest.raises(NotImplementedError, match=f"{op} has no .*: mosaic_tpu: {message}"):
+                getattr(pallas_kernels, op)(*args, implementation="mosaic_tpu")
+            getattr(pallas_kernels, op)(*args)
+
+
+def test_what_does_not_fit_into_a_tpus_memories_is_named():
+    q, k, v, _, slots = zeros(dim=128)
+    length = jnp.ones(1, int)
+    with device.target("TPU v5 lite", interpret=True):
+        wide = jnp.ones((1, 200_000), int)
+        with pytest.raises(NotImplementedError, match=r"tables of 8000\d\d bytes; these kernels hold 524288 in scalar"):
+            pallas_kernels.attend(q, k, v, wide, slots, implementation="mosaic_tpu")
+        w, table = jnp.ones((1, 1000, 4, 128)), jnp.ones((1, 2), int)
+        with pytest.raises(NotImplementedError, match="1000 offsets of 16 heads take .* bytes of vector memory"):
+            pallas_kernels.score(k, table, length, w, jnp.ones((1, 4, 64)), implementation="mosaic_tpu")
+        args = (k[..., 0], jnp.zeros((1, 2, 32), int), length, table, table)
+        with pytest.raises(NotImplementedError, match=r"pages of shape \(3, 2, 16\); these kernels take \[N, K, P, D"):
+            pallas_kernels.compact(*args, implementation="mosaic_tpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [
+        ("TPU v5 lite", "TPU v5 lite"),
+        ("TPU v5", "TPU v5"),
+        ("TPU v5p", "TPU v5"),
+        ("TPU v6 lite", "TPU v6 lite"),
+        ("TPU7x", "TPU7x"),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100"),
+    ],
+)
+def test_chips_are_known_by_the_names_that_jax_has_for_them(monkeypatch, kind, known):
+    there = types.SimpleNamespace(device_kind=kind, platform=kind.split()[0].lower()[:3])
+    monkeypatch.setattr(device.jax, "local_devices", lambda: [there])
+    assert device.current() is device.DEVICES[known]
+
+
 def test_an_unknown_target_is_named():
     with pytest.raises(ValueError, match="kind='GTX 1080' is unknown; one of NVIDIA A100, "), device.target("GTX 1080"):
         pass
 
 
-def test_the_package_works_without_the_triton_folder(tmp_path):
+@pytest.mark.parametrize(
+    ("folder", "kind", "left"),
+    [("triton", "NVIDIA H200", "('mosaic_gpu', 'xla')"), ("mosaic_tpu", "TPU v5 lite", "('xla',)")],
+)
+def test_the_package_works_without_a_folder(tmp_path, folder, kind, left):
     source = pathlib.Path(pallas_kernels.__file__).parent
-    shutil.copytree(source, tmp_path / "pallas_kernels", ignore=shutil.ignore_patterns("triton", "__pycache__"))
-    program = """
+    shutil.copytree(source, tmp_path / "pallas_kernels", ignore=shutil.ignore_patterns(folder, "__pycache__"))
+    program = f"""
         import jax.numpy as jnp, pallas_kernels
         from pallas_kernels import device
 
         k, table, slots = jnp.zeros((3, 2, 16, 64)), jnp.ones((1, 2), int), jnp.zeros((1, 1), int)
         print(pallas_kernels.__file__)
-        with device.target("NVIDIA H200"):
+        with device.target("{kind}"):
             print(pallas_kernels.candidates())
             print(pallas_kernels.attend(jnp.ones((1, 1, 4, 64)), k, k, table, slots).shape)
             try:
-                pallas_kernels.attend(jnp.ones((1, 1, 4, 64)), k, k, table, slots, implementation="triton")
+                pallas_kernels.attend(jnp.ones((1, 1, 4, 64)), k, k, table, slots, implementation="{folder}")
             except NotImplementedError as error:
                 print(error)
     """
     assert run(program, cwd=tmp_path).splitlines() == [
         str(tmp_path / "pallas_kernels" / "__init__.py"),
-        "('xla',)",
+        left,
         "(1, 1, 4, 64)",
-        "attend has no implementation for this call: triton: not installed",
+        f"attend has no implementation for this call: {folder}: not installed",
     ]
 
 
 def test_pallas_kernels_imports_nothing_of_jaxkv():
-    program = "import sys, pallas_kernels.triton; print([m for m in sys.modules if m.split('.')[0] == 'jaxkv'])"
+    program = """
+        import sys, pallas_kernels.triton, pallas_kernels.mosaic_tpu
+        print([name for name in sys.modules if name.split('.')[0] == 'jaxkv'])
+    """
     assert run(program) == "[]"
 
 

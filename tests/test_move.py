@@ -13,7 +13,7 @@ from implementations import IMPLEMENTATIONS, present
 
 import pallas_kernels
 
-ROWS, KV_HEADS, BLOCK, WIDTH, BLOCKS = 2, 3, 8, 40, 200
+ROWS, KV_HEADS, BLOCK, WIDTH, BLOCKS = 2, 3, 16, 20, 100
 SLOTS = WIDTH * BLOCK
 """More slots than the largest tile of a kernel, so that rows of several tiles are among the examples."""
 
@@ -31,10 +31,14 @@ def bits(array):
     return array.view(f"u{array.dtype.itemsize}")
 
 
-def random_pages(rng, flat):
-    values = rng.standard_normal((2, BLOCKS, KV_HEADS, BLOCK, 80))
+def random_pages(rng, flat, implementation):
+    """Return pages of every kind that an implementation moves, three or more arrays."""
+    values = rng.standard_normal((2, BLOCKS, KV_HEADS, BLOCK, 128 if implementation == "mosaic_tpu" else 80))
     values[rng.random(values.shape) < 0.1] = np.nan
     values[rng.random(values.shape) < 0.1] = -0.0
+    if implementation == "mosaic_tpu":
+        halves = {name: values[index].astype(ml_dtypes.bfloat16) for index, name in enumerate(("k", "v"))}
+        return {**halves, "wide": values[0].astype(np.float32)}
     pages = {
         "k": values[0].astype(ml_dtypes.bfloat16),
         "v": values[1].astype(ml_dtypes.bfloat16),
@@ -79,7 +83,7 @@ def moves(draw):
 def test_slots_move_bit_for_bit_and_nothing_else_does(implementation, problem):
     rng, keep, counts, source, target = problem
     heads = keep.shape[1]
-    before = {name: np.array(page) for name, page in random_pages(rng, flat=heads == 1).items()}
+    before = {name: np.array(page) for name, page in random_pages(rng, heads == 1, implementation).items()}
     # A copy: on a CPU the donated array may be this memory itself.
     given_away = {name: jnp.array(page, copy=True) for name, page in before.items()}
     with present(implementation):

@@ -22,7 +22,7 @@ class Cached:
     """One layer of the pool, as the rows to be compacted see it."""
 
     k: Float[Array, "N K P D"]
-    """Keys after RoPE."""
+    """Keys after RoPE. Pages may be wider than the heads, and have zeros past D in the slots that rows hold."""
     v: Float[Array, "N K P D"]
     table: Int[Array, "B M"]
     length: Int[Array, "B"]

@@ -64,7 +64,8 @@ def attention_mass(cached: Cached, observed: Observed, scale: float) -> Float[Ar
     own = queries.reshape(rows * kv_heads, groups * count, dim) * scale
 
     def logits(keys: Array, slots: Array) -> Array:
-        return jnp.einsum("rgd,rsd->rgs", own, keys, precision="highest")
+        # Pages may be wider than the heads.
+        return jnp.einsum("rgd,rsd->rgs", own, keys[..., :dim], precision="highest")
 
     scores = score_reference.map_tiles(logits, cached.k, cached.table, cached.length, groups * count)
     scores = scores.reshape(rows, kv_heads, groups, count, cached.slots)

@@ -12,11 +12,13 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.triton import attend_chunk as _chunk
 from pallas_kernels.triton import attend_decode as _decode
 from pallas_kernels.triton import compact as _compact
+from pallas_kernels.triton import int4_matmul as _int4
+from pallas_kernels.triton import int8_matmul as _int8
 from pallas_kernels.triton import score as _score
 from pallas_kernels.triton import tiles
 from pallas_kernels.triton.online_softmax import Spec
 
-__all__ = ["attend", "compact", "score"]
+__all__ = ["attend", "compact", "int4_matmul", "int8_matmul", "score"]
 
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
@@ -84,3 +86,6 @@ def compact(
     """See ``pallas_kernels.compact``."""
     device = tiles.check_device()
     return _compact.compact(pages, keep, count, source, target, interpret=device.interpret)
+
+
+int4_matmul, int8_matmul = _int4.int4_matmul, _int8.int8_matmul

@@ -91,12 +91,12 @@ def score(
 ) -> Float[Array, "B K G S"]:
     """Return one score a slot, S = M * P; whatever was in memory at and past ``length``."""
     rows, width = block_table.shape
-    kv_heads, block, dim = k_pages.shape[1:]
+    kv_heads, block = k_pages.shape[1:3]
     groups = w.shape[2] // kv_heads
     body = functools.partial(
         score_kernel,
         block=block,
-        bands=dim // 2,
+        bands=w.shape[3] // 2,
         groups=groups,
         offsets=w.shape[1],
         slots=config.slots,

@@ -9,11 +9,14 @@ import sys
 import ahead_of_time
 import kernel_cases
 import kernel_report
+import tpu_cases
 from kernel_cases import array
 
+from pallas_kernels.mosaic_tpu import tiles as tpu_tiles
 from pallas_kernels.triton import tiles
 
 TARGET = "NVIDIA GeForce RTX 4090"
+TPU = "TPU v5 lite"
 
 
 def overflow() -> None:
@@ -59,6 +62,17 @@ def xla_copy() -> None:
     program = ahead_of_time.compile_for(TARGET, move, pages, rows, rows, donate=(0,))
     memory = program.memory
     print(json.dumps({"copies": program.copies(pages.size), "temporaries": memory.temp_size_in_bytes}))
+
+
+def tpu_copy() -> None:
+    """Pages that are not given away, and pages 64 wide, which XLA keeps in another order than a kernel takes."""
+    (case,) = (case for case in tpu_cases.cases() if case.name == "D=128 P=16 bfloat16 X=8")
+    kept = ahead_of_time.compile_for(TPU, case.function, *case.args)
+    tpu_tiles.check_pages = lambda _: None
+    pages, *plan = case.args
+    narrow = array(*pages[0].shape[:3], 64, dtype="bfloat16")
+    program = ahead_of_time.compile_for(TPU, case.function, (narrow, narrow), *plan, donate=(0,))
+    print(json.dumps({"kept": kept.copies(pages[0].size), "narrow": program.copies(narrow.size)}))
 
 
 def _cut(kernel: str, **config: int) -> None:
