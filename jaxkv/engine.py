@@ -17,12 +17,12 @@ from jaxkv import decode, monitor
 from jaxkv.compression import CompressionConfig
 from jaxkv.config import CacheConfig, ModelConfig
 from jaxkv.device import Device
-from jaxkv.dims import ceil_div, host_array
+from jaxkv.dims import ceil_div
 from jaxkv.memory import Memory
 from jaxkv.model import Weights
+from jaxkv.prefill import Prefill
 from jaxkv.request import Event, Request, RequestError, Totals
 from jaxkv.row import Kept, Row
-from jaxkv.sampling import Sampling
 from jaxkv.scheduler import Scheduler
 from jaxkv.stats import QueryStats
 from jaxkv.terms import KEEP_EVERYTHING, Terms
@@ -70,6 +70,7 @@ class Engine:
         self.memory = Memory(model, cache, self.device, weights_digest)
         self.blocks = self.memory.blocks
         self.scheduler = Scheduler(self.terms, cache, self.memory, self.device)
+        self.prefill = Prefill(self.terms, self.scheduler, self.memory, self.device, self._compact, self._forks)
         self._ids = itertools.count()
         self._told_first = False
 
@@ -154,96 +155,15 @@ class Engine:
         self._compact([row for row in self.rows if row.decoding and row.due])
         self.scheduler.admit()
         decoding = any(row.decoding for row in self.rows)
-        events = [] if self._told_first and decoding else self._prefill()
+        first = [] if self._told_first and decoding else self.prefill.run(self.step_tokens)
+        events = [event for one in first for event in self._take(one.row, [one.token], [one.logprob])]
         self._told_first = bool(events)
         return events or self._decode(min(round_steps or self.cache.round_steps, self.cache.round_steps))
-
-    # -- prefill -------------------------------------------------------------------------------------------------
-
-    def _prefill(self) -> list[Event]:
-        events: list[Event] = []
-        budget = self.step_tokens
-        while budget > 0:
-            waiting = [row for row in self.rows if not row.decoding]
-            if not waiting:
-                break
-            events += self._prefill_call(waiting[: self.cache.prefill_rows])
-            budget -= self.cache.prefill_rows * self.cache.prefill_chunk
-        return events
-
-    def _prefill_call(self, rows: list[Row]) -> list[Event]:
-        for row in rows:
-            self.memory.find(row)
-        self._compact([row for row in rows if row.compacts_before_chunk(self.cache.prefill_chunk)])
-        start = time.perf_counter()
-        chunk = decode.Chunk.idle(self.cache)
-        ready: list[tuple[int, Row]] = []
-        for at, row in enumerate(rows):
-            if not row.placed:
-                continue
-            tokens = row.next_chunk(self.cache.prefill_chunk)
-            if not self.scheduler.room(row, self.memory.missing(row, row.length + len(tokens))):
-                continue
-            self.memory.grow(row, row.length + len(tokens))
-            ready.append((at, row))
-            chunk.tokens[at, : len(tokens)] = tokens
-            chunk.count[at] = len(tokens)
-            chunk.table[at, : len(row.blocks)] = row.blocks
-            chunk.length[at], chunk.position[at], chunk.row[at] = row.length, row.position, row.index
-            self._fill_sampling(chunk.sampling, at, row)
-        if not ready:
-            return []
-        out = self.device.prefill(chunk)
-        for at, row in ready:
-            row.length += int(chunk.count[at])
-            row.position += int(chunk.count[at])
-            self.memory.note(row)
-        done = [(at, row) for at, row in ready if row.position == row.prompt_end]
-        events = self._first_tokens(done, out)
-        seconds = time.perf_counter() - start
-        for _, row in ready:
-            row.prefill_seconds += seconds
-        return events
-
-    def _first_tokens(self, done: list[tuple[int, Row]], out: decode.PrefillOutput) -> list[Event]:
-        if not done:
-            jax.block_until_ready(out.token)
-            return []
-        # Forks first: a row that ends with its first token lets go of its blocks.
-        forks = [(at, fork) for at, row in done for fork in self._fork(row)]
-        again = self._draw_again(forks, out) if forks else None
-        tokens, logprobs, more = self.device.read((out.token, out.logprob, again))
-        events: list[Event] = []
-        for at, row in done:
-            events += self._take(row, [int(tokens[at])], [float(logprobs[at])])
-        for _, fork in forks:
-            events += self._take(fork, [int(more[0][fork.index])], [float(more[1][fork.index])])
-        return events
-
-    def _fork(self, row: Row) -> list[Row]:
-        """Begin a row's other continuations in its blocks, as many as there are places for. The others queue."""
-        placed = []
-        for fork in self._forks(row):
-            if self.scheduler.place(fork):
-                self.memory.share(row, fork)
-                placed.append(fork)
-            else:
-                self.scheduler.enqueue(fork)
-        if placed:
-            self.device.fork(row.index, [fork.index for fork in placed])
-        return placed
 
     def _forks(self, row: Row) -> list[Row]:
         """Return the continuations that are still to begin with this row's prompt. They are asked for once."""
         count, row.forks = row.forks, 0
         return [self._row(row.request_id, choice, row.request, row.root, None) for choice in range(1, count + 1)]
-
-    def _draw_again(self, forks: list[tuple[int, Row]], out: decode.PrefillOutput) -> tuple[jax.Array, jax.Array]:
-        index, sampling = host_array(self.cache.rows), Sampling.idle(self.cache.rows)
-        for at, fork in forks:
-            index[fork.index] = at
-            self._fill_sampling(sampling, fork.index, fork)
-        return self.device.draw_again(out.logits, index, sampling)
 
     # -- decoding ------------------------------------------------------------------------------------------------
 
@@ -270,7 +190,7 @@ class Engine:
             rows.table[row.index, : len(row.blocks)] = row.blocks
             rows.length[row.index], rows.position[row.index] = row.length, row.position
             rows.active[row.index] = True
-            self._fill_sampling(rows.sampling, row.index, row)
+            self.terms.fill(rows.sampling, row.index, row)
         if not ready:
             return []
         out = self.device.decode(rows, steps)
@@ -360,7 +280,3 @@ class Engine:
         self.scheduler.remove(row)
         self.totals.add(report, row.choice)
         return Event(row.request_id, report=report, choice=row.choice)
-
-    def _fill_sampling(self, arrays: Sampling, at: int, row: Row) -> None:
-        stops = self.terms.stop_ids(row.request)
-        arrays.put(at, row.request.params, row.choice, row.generated, stops)

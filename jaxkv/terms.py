@@ -8,8 +8,8 @@ from jaxkv.compression import CompressionConfig, RowBudget
 from jaxkv.config import CacheConfig, ModelConfig
 from jaxkv.dims import ceil_div
 from jaxkv.request import Request, RequestError
-from jaxkv.row import Kept
-from jaxkv.sampling import STOP_IDS
+from jaxkv.row import Kept, Row
+from jaxkv.sampling import STOP_IDS, Sampling
 
 KEEP_EVERYTHING = CompressionConfig()
 _ENGINES_OWN = ("method", "mode", "offsets", "aggregation", "stats", "seed")
@@ -44,6 +44,10 @@ class Terms:
         """Tokens that end a request, the model's own among them unless they are ignored."""
         own = () if request.params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*own, *request.params.stop_token_ids)))
+
+    def fill(self, arrays: Sampling, at: int, row: Row) -> None:
+        """Set one row of arrays to how a row draws its next token."""
+        arrays.put(at, row.request.params, row.choice, row.generated, self.stop_ids(row.request))
 
     def budget(self, request: Request, past: Kept | None = None) -> RowBudget | None:
         """What a request may hold; None keeps every token. One that continues a row has that row's.

@@ -1,0 +1,126 @@
+"""Prompts on their way into the pool: a chunk at a time, with what the pool has of them, until their first tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxkv import decode
+from jaxkv.device import Device
+from jaxkv.dims import host_array
+from jaxkv.memory import Memory
+from jaxkv.row import Row
+from jaxkv.sampling import Sampling
+from jaxkv.scheduler import Scheduler
+from jaxkv.terms import Terms
+
+
+class First(NamedTuple):
+    """The first token of a row whose prompt is in."""
+
+    row: Row
+    token: int
+    logprob: float
+
+
+class Prefill:
+    """The part of a step that prompts get.
+
+    Args:
+      terms, scheduler, memory, device: the engine's.
+      compact: brings rows down to their budgets.
+      forks: gives the continuations that begin with a row's prompt, once.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        scheduler: Scheduler,
+        memory: Memory,
+        device: Device,
+        compact: Callable[[list[Row]], None],
+        forks: Callable[[Row], list[Row]],
+    ) -> None:
+        self._terms, self._cache = terms, terms.cache
+        self._scheduler, self._memory, self._device = scheduler, memory, device
+        self._compact, self._forks = compact, forks
+
+    def run(self, budget: int) -> list[First]:
+        """Prefill the oldest prompts, ``budget`` tokens rounded up to a call, and return the first tokens there are."""
+        found: list[First] = []
+        while budget > 0:
+            waiting = [row for row in self._scheduler.rows if not row.decoding]
+            if not waiting:
+                break
+            found += self._call(waiting[: self._cache.prefill_rows])
+            budget -= self._cache.prefill_rows * self._cache.prefill_chunk
+        return found
+
+    def _call(self, rows: list[Row]) -> list[First]:
+        for row in rows:
+            self._memory.find(row)
+        self._compact([row for row in rows if row.compacts_before_chunk(self._cache.prefill_chunk)])
+        start = time.perf_counter()
+        chunk = decode.Chunk.idle(self._cache)
+        ready: list[tuple[int, Row]] = []
+        for at, row in enumerate(rows):
+            if not row.placed:
+                continue
+            tokens = row.next_chunk(self._cache.prefill_chunk)
+            if not self._scheduler.room(row, self._memory.missing(row, row.length + len(tokens))):
+                continue
+            self._memory.grow(row, row.length + len(tokens))
+            ready.append((at, row))
+            chunk.tokens[at, : len(tokens)] = tokens
+            chunk.count[at] = len(tokens)
+            chunk.table[at, : len(row.blocks)] = row.blocks
+            chunk.length[at], chunk.position[at], chunk.row[at] = row.length, row.position, row.index
+            self._terms.fill(chunk.sampling, at, row)
+        if not ready:
+            return []
+        out = self._device.prefill(chunk)
+        for at, row in ready:
+            row.length += int(chunk.count[at])
+            row.position += int(chunk.count[at])
+            self._memory.note(row)
+        done = [(at, row) for at, row in ready if row.position == row.prompt_end]
+        first = self._first_tokens(done, out)
+        seconds = time.perf_counter() - start
+        for _, row in ready:
+            row.prefill_seconds += seconds
+        return first
+
+    def _first_tokens(self, done: list[tuple[int, Row]], out: decode.PrefillOutput) -> list[First]:
+        if not done:
+            jax.block_until_ready(out.token)
+            return []
+        # Forks first: a row that ends with its first token lets go of its blocks.
+        forks = [(at, fork) for at, row in done for fork in self._fork(row)]
+        again = self._draw(forks, out.logits) if forks else None
+        tokens, logprobs, more = self._device.read((out.token, out.logprob, again))
+        first = [First(row, int(tokens[at]), float(logprobs[at])) for at, row in done]
+        return first + [First(fork, int(more[0][fork.index]), float(more[1][fork.index])) for _, fork in forks]
+
+    def _fork(self, row: Row) -> list[Row]:
+        """Begin a row's other continuations in its blocks, as many as there are places for. The others queue."""
+        placed = []
+        for fork in self._forks(row):
+            if self._scheduler.place(fork):
+                self._memory.share(row, fork)
+                placed.append(fork)
+            else:
+                self._scheduler.enqueue(fork)
+        if placed:
+            self._device.fork(row.index, [fork.index for fork in placed])
+        return placed
+
+    def _draw(self, rows: Sequence[tuple[int, Row]], logits: Any) -> tuple[jax.Array, jax.Array]:
+        """Draw first tokens from the logits at some places, and return them at the rows' own places."""
+        index, sampling = host_array(self._cache.rows), Sampling.idle(self._cache.rows)
+        for at, row in rows:
+            index[row.index] = at
+            self._terms.fill(sampling, row.index, row)
+        return self._device.draw_again(logits, index, sampling)
