@@ -18,6 +18,7 @@ from jaxkv.compression import CompressionConfig
 from jaxkv.config import CacheConfig, ModelConfig
 from jaxkv.device import Device
 from jaxkv.dims import ceil_div
+from jaxkv.documents import Documents, DocumentsConfig
 from jaxkv.memory import Memory
 from jaxkv.model import Weights
 from jaxkv.prefill import Prefill
@@ -48,6 +49,7 @@ class Engine:
       step_tokens: prompt tokens that a step prefills before its decode round, rounded up to a call. One call is the
         default, and the longest that decoding rows ever wait for a prompt; more finishes prompts sooner.
       weights_digest: of the weights, for keys that mean something outside of this engine.
+      documents: how requests' documents are reused; needs a store.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Engine:
         implementation: pallas_kernels.Implementation | None = None,
         step_tokens: int | None = None,
         weights_digest: str = "",
+        documents: DocumentsConfig | None = None,
     ) -> None:
         self.terms = Terms(model, cache, tuple(eos_token_ids), compression)
         self.cache = cache
@@ -70,7 +73,13 @@ class Engine:
         self.memory = Memory(model, cache, self.device, weights_digest)
         self.blocks = self.memory.blocks
         self.scheduler = Scheduler(self.terms, cache, self.memory, self.device)
-        self.prefill = Prefill(self.terms, self.scheduler, self.memory, self.device, self._compact, self._forks)
+        self.documents = None
+        if documents is not None:
+            parts = (documents, weights, model, cache, self.device, self.memory, weights_digest, implementation)
+            self.documents = Documents(*parts)
+            self.memory.give_way = self.documents.give_way
+        steps = (self._compact, self._forks, self.documents)
+        self.prefill = Prefill(self.terms, self.scheduler, self.memory, self.device, *steps)
         self._ids = itertools.count()
         self._told_first = False
 
@@ -89,6 +98,8 @@ class Engine:
         if past is not None and past.root != root:
             raise RequestError(f"salt={request.salt!r} is not that of the row it continues; give the same")
         self.terms.check(request, past)
+        if request.segments:
+            self._check_documents(request)
         row = self._row(next(self._ids), 0, request, root, past)
         row.forks = request.params.n - 1
         self.scheduler.enqueue(row)
@@ -112,8 +123,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is queued or running."""
-        return bool(self.scheduler.queue or self.scheduler.rows)
+        """Whether a request is queued or running, or a document has yet to be computed for the store."""
+        waiting = self.documents is not None and self.documents.has_work
+        return waiting or bool(self.scheduler.queue or self.scheduler.rows)
 
     @property
     def queued(self) -> list[int]:
@@ -141,7 +153,11 @@ class Engine:
 
     def warmup(self) -> monitor.Compiles:
         """Compile every program before a request is there; return how many there were and the seconds they took."""
-        return self.device.warmup()
+        with monitor.compiles() as compiled:
+            self.device.warmup()
+            if self.documents is not None:
+                self.documents.warmup()
+        return compiled
 
     def step(self, round_steps: int | None = None) -> list[Event]:
         """Compact what is due, admit what fits, prefill up to ``step_tokens``, decode a round; return the news.
@@ -158,7 +174,19 @@ class Engine:
         first = [] if self._told_first and decoding else self.prefill.run(self.step_tokens)
         events = [event for one in first for event in self._take(one.row, [one.token], [one.logprob])]
         self._told_first = bool(events)
-        return events or self._decode(min(round_steps or self.cache.round_steps, self.cache.round_steps))
+        events = events or self._decode(min(round_steps or self.cache.round_steps, self.cache.round_steps))
+        if self.documents is not None and all(row.decoding for row in self.rows):
+            self.documents.advance(idle=not self.rows)
+        return events
+
+    def _check_documents(self, request: Request) -> None:
+        if self.documents is None:
+            raise RequestError("the request has documents and the engine has no store for their KV; give it one")
+        if self.device.observed is not None and self.terms.budget(request) is not None:
+            raise RequestError(
+                f"method={self.terms.compression.method!r} gathers the queries of the whole prompt, and blending "
+                "computes few of them; compress with statistics from a file, or without documents"
+            )
 
     def _forks(self, row: Row) -> list[Row]:
         """Return the continuations that are still to begin with this row's prompt. They are asked for once."""
@@ -218,6 +246,8 @@ class Engine:
         # Tokens after a stop string were computed, but belong to nobody.
         row.length -= len(tokens) - kept
         row.position -= len(tokens) - kept
+        if not row.generated:
+            row.first_token_seconds = time.perf_counter() - row.added
         row.tokens += tokens[:kept]
         row.generated += kept
         self.totals.generated_tokens += kept
@@ -228,6 +258,7 @@ class Engine:
     # -- details -------------------------------------------------------------------------------------------------
 
     def _row(self, request_id: int, choice: int, request: Request, root: bytes, past: Kept | None) -> Row:
+        now = time.perf_counter()
         row = Row(
             request_id=request_id,
             choice=choice,
@@ -235,7 +266,8 @@ class Engine:
             max_tokens=self.terms.most_tokens(request, past),
             root=root,
             tokens=[*(past.tokens if past else ()), *request.prompt],
-            arrived=time.perf_counter(),
+            added=now,
+            arrived=now,
             budget=self.terms.budget(request, past),
         )
         if past is None:

@@ -7,7 +7,7 @@ to say; nothing in here takes a block from a row.
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxkv import keys
 from jaxkv.blocks import BlockManager
@@ -30,11 +30,13 @@ class Memory:
     Attributes:
       blocks: who holds what.
       kept: rows that ended and can be continued, by request id, the least recently used first.
+      give_way: takes blocks from work that nobody waits for, and says whether there were any.
     """
 
     def __init__(self, model: ModelConfig, cache: CacheConfig, device: Device, weights_digest: str = "") -> None:
         self.blocks = BlockManager(cache.blocks)
         self.kept: collections.OrderedDict[int, Kept] = collections.OrderedDict()
+        self.give_way: Callable[[], bool] = lambda: False
         self._model, self._cache, self._device = model, cache, device
         self._weights_digest = weights_digest
 
@@ -65,7 +67,7 @@ class Memory:
     def find(self, row: Row) -> None:
         """Give a row the blocks that follow what it holds, as far as they are in the pool."""
         size = self._cache.block_size
-        if row.length % size or len(row.keys) != row.length // size:
+        if row.length % size or not len(row.keys) == len(row.blocks) == row.length // size:
             return
         wanted = self.findable(row)[len(row.keys) :]
         found = self.blocks.find(wanted)
@@ -245,10 +247,13 @@ class Memory:
             self.blocks.release(kept.blocks)
 
     def make_room(self) -> bool:
-        """Take a kept row's blocks, those of the least recently used; return whether there were any.
+        """Take blocks from work that nobody waits for, or a kept row's, those of the least recently used; return
+        whether there were any.
 
-        A row that a queued request continues goes to host memory, any other is let go.
+        A kept row that a queued request continues goes to host memory, any other is let go.
         """
+        if self.give_way():
+            return True
         for name, kept in self.kept.items():
             if not kept.blocks:
                 continue

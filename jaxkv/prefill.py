@@ -11,6 +11,7 @@ import jax
 from jaxkv import decode
 from jaxkv.device import Device
 from jaxkv.dims import host_array
+from jaxkv.documents import Documents
 from jaxkv.memory import Memory
 from jaxkv.row import Row
 from jaxkv.sampling import Sampling
@@ -33,6 +34,7 @@ class Prefill:
       terms, scheduler, memory, device: the engine's.
       compact: brings rows down to their budgets.
       forks: gives the continuations that begin with a row's prompt, once.
+      documents: blends prompts that have some; None where there is no store.
     """
 
     def __init__(
@@ -43,10 +45,11 @@ class Prefill:
         device: Device,
         compact: Callable[[list[Row]], None],
         forks: Callable[[Row], list[Row]],
+        documents: Documents | None = None,
     ) -> None:
         self._terms, self._cache = terms, terms.cache
         self._scheduler, self._memory, self._device = scheduler, memory, device
-        self._compact, self._forks = compact, forks
+        self._compact, self._forks, self._documents = compact, forks, documents
 
     def run(self, budget: int) -> list[First]:
         """Prefill the oldest prompts, ``budget`` tokens rounded up to a call, and return the first tokens there are."""
@@ -55,7 +58,9 @@ class Prefill:
             waiting = [row for row in self._scheduler.rows if not row.decoding]
             if not waiting:
                 break
-            found += self._call(waiting[: self._cache.prefill_rows])
+            rows = waiting[: self._cache.prefill_rows]
+            blended = [row for row in rows if self._blends(row)]
+            found += self._blend(rows[0]) if rows[0] in blended else self._call([r for r in rows if r not in blended])
             budget -= self._cache.prefill_rows * self._cache.prefill_chunk
         return found
 
@@ -87,21 +92,54 @@ class Prefill:
             row.position += int(chunk.count[at])
             self._memory.note(row)
         done = [(at, row) for at, row in ready if row.position == row.prompt_end]
-        first = self._first_tokens(done, out)
+        if self._documents is not None:
+            for _, row in done:
+                self._documents.computed(row)
+        first = self._first_tokens(done, out.logits, out.token, out.logprob)
         seconds = time.perf_counter() - start
         for _, row in ready:
             row.prefill_seconds += seconds
         return first
 
-    def _first_tokens(self, done: list[tuple[int, Row]], out: decode.PrefillOutput) -> list[First]:
+    def _blends(self, row: Row) -> bool:
+        if self._documents is None or row.compacts_prefill:
+            return False
+        self._memory.find(row)
+        return self._documents.blends(row)
+
+    def _blend(self, row: Row) -> list[First]:
+        """Put a whole prompt in at once, its documents' KV out of the store; nothing of it is found by others."""
+        assert self._documents is not None
+        start = time.perf_counter()
+        if not self._scheduler.room(row, self._memory.missing(row, row.prompt_end)):
+            return []
+        self._memory.grow(row, row.prompt_end)
+        logits = self._documents.blend(row)
+        if logits is None:
+            return []
+        row.length = row.position = row.prompt_end
+        row.dirty = True
+        token, logprob = self._draw([(0, row)], logits)
+        first = self._first_tokens([(0, row)], logits, token, logprob, at=row.index)
+        row.prefill_seconds += time.perf_counter() - start
+        return first
+
+    def _first_tokens(
+        self, done: list[tuple[int, Row]], logits: Any, token: Any, logprob: Any, at: int | None = None
+    ) -> list[First]:
+        """Return the first tokens of rows, whose logits stand at some places, and of those that fork from them.
+
+        ``token`` and ``logprob`` are those of the rows at the same places, or at ``at`` for a single row.
+        """
         if not done:
-            jax.block_until_ready(out.token)
+            jax.block_until_ready(token)
             return []
         # Forks first: a row that ends with its first token lets go of its blocks.
-        forks = [(at, fork) for at, row in done for fork in self._fork(row)]
-        again = self._draw(forks, out.logits) if forks else None
-        tokens, logprobs, more = self._device.read((out.token, out.logprob, again))
-        first = [First(row, int(tokens[at]), float(logprobs[at])) for at, row in done]
+        forks = [(place, fork) for place, row in done for fork in self._fork(row)]
+        again = self._draw(forks, logits) if forks else None
+        tokens, logprobs, more = self._device.read((token, logprob, again))
+        places = [(place if at is None else at, row) for place, row in done]
+        first = [First(row, int(tokens[place]), float(logprobs[place])) for place, row in places]
         return first + [First(fork, int(more[0][fork.index]), float(more[1][fork.index])) for _, fork in forks]
 
     def _fork(self, row: Row) -> list[Row]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from jaxkv.compression import CompressionConfig
 from jaxkv.sampling import SamplingParams
+from jaxkv.segments import Document, Span
 
 Watch = Callable[[int], bool]
 
@@ -28,6 +29,7 @@ class Request:
         one for each of its continuations, or None.
       salt: only requests with the same salt find each other's blocks.
       keep: hold on to the row's blocks when it ends, so that another request can continue from it.
+      segments: documents in the prompt, in order: parts whose KV may be blended. The engine needs a store for it.
       continue_from: id of a kept request whose row this one goes on with: the prompt is what comes after its last
         token. Its budget holds on, so ``compression`` stays None.
     """
@@ -38,6 +40,7 @@ class Request:
     watch: Watch | Sequence[Watch] | None = None
     salt: str = ""
     keep: bool = False
+    segments: tuple[Span, ...] = ()
     continue_from: int | None = None
 
     def watcher(self, choice: int) -> Watch | None:
@@ -77,6 +80,12 @@ class Report:
     """Tokens of the request that this one continued, all of them seen, however many are still held."""
     history: str = "none"
     """``none``, ``whole`` or ``compressed``: whether the continued request had been compacted."""
+    documents: tuple[Document, ...] = ()
+    """What became of each of the request's segments."""
+    first_token_seconds: float = 0.0
+    """From ``add`` to the first token; 0 where there was none."""
+    full_prefill_seconds: float = 0.0
+    """What a prefill of everything but a found prefix was predicted to take, where documents were blended."""
     preemptions: int = 0
     """How often it had to give its row and blocks to an older request for a while."""
     prefill_seconds: float = 0.0

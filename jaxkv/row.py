@@ -8,6 +8,7 @@ from typing import Any
 from jaxkv.compression import RowBudget
 from jaxkv.dims import ceil_div
 from jaxkv.request import Report, Request
+from jaxkv.segments import Document
 
 NOWHERE = -1
 """Index of a row that has no place in the engine."""
@@ -40,6 +41,8 @@ class Row:
     root: bytes
     """The fingerprint that its keys begin from."""
     tokens: list[int]
+    added: float
+    """When it was added; ``arrived`` is when it last joined the queue."""
     arrived: float
     index: int = NOWHERE
     """Its place in the engine."""
@@ -62,6 +65,13 @@ class Row:
     position: int = 0
     generated: int = 0
     cached_tokens: int = 0
+    plain: bool = False
+    """Whether its documents are prefilled as any other tokens, for there is nothing to blend or nothing to gain."""
+    ratio: float = 0.0
+    """Share of its documents' tokens that is recomputed where they are blended."""
+    documents: list[Document] = dataclasses.field(default_factory=list)
+    first_token_seconds: float = 0.0
+    full_prefill_seconds: float = 0.0
     tokens_evicted: int = 0
     compactions: int = 0
     preemptions: int = 0
@@ -129,7 +139,7 @@ class Row:
         """Forget what was computed, which nobody has been told of. Its blocks have been released."""
         self.length = self.position = self.cached_tokens = 0
         self.tokens_evicted = self.compactions = self.blocks_returned = self.blocks_dropped = 0
-        self.keys, self.dirty = [], False
+        self.keys, self.dirty, self.plain, self.documents = [], False, False, []
 
     def note_blocks(self) -> None:
         """Keep the peak and the history of blocks up to date."""
@@ -142,7 +152,7 @@ class Row:
         """Return what became of it, before its blocks are released."""
         fields = ("finish_reason", "position", "length", "tokens_evicted", "compactions", "blocks_returned")
         more = ("blocks_dropped", "blocks_peak", "cached_tokens", "preemptions", "history", "queued_seconds")
-        seconds = ("prefill_seconds", "decode_seconds", "compaction_seconds")
+        seconds = ("prefill_seconds", "decode_seconds", "compaction_seconds", "first_token_seconds")
         return Report(
             prompt_tokens=len(self.request.prompt),
             generated_tokens=self.generated,
@@ -152,6 +162,8 @@ class Row:
             prefill="compacted" if self.compacts_prefill else "dense",
             reached_context=self.finish_reason == "length" and self.generated < self.request.params.max_tokens,
             blocks_history=tuple(self.blocks_history),
+            documents=tuple(self.documents),
+            full_prefill_seconds=self.full_prefill_seconds,
             **{name: getattr(self, name) for name in (*fields, *more, *seconds)},
         )
 

@@ -143,6 +143,16 @@ class Terms:
         watched = choices if request.watch is None or callable(request.watch) else len(request.watch)
         if watched != choices or (choices > 1 and callable(request.watch)):
             raise RequestError(f"n={choices} continuations need a watch each; give a list of {choices}, or None")
+        if past is not None and request.segments:
+            raise RequestError("documents stand in a prompt that begins a text; a request that continues has none")
+        at = 0
+        for span in request.segments:
+            if span.start < at or span.end > len(request.prompt):
+                raise RequestError(
+                    f"a segment from token {span.start} to {span.end} does not follow the one before, which ends at "
+                    f"{at}, within the prompt's {len(request.prompt)} tokens"
+                )
+            at = span.end
         if past is not None and choices > 1:
             raise RequestError(f"continue_from is for one continuation, and n={choices}; add several requests with n=1")
         if past is not None and request.compression is not None:

@@ -27,6 +27,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.g
 _SPACE = "\u2581"
 # Control tokens that end a turn. A file whose eos_token_id is the base model's often names no eot_token_id.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
+CUT = "\x02jaxkv:cut\x03"
+"""Stands for text that is tokenised apart, in the messages of ``encode_around``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +142,33 @@ class Tokenizer:
           ValueError: there is no chat template, or it refuses the messages.
           ImportError: jinja2, which renders the template, is not installed.
         """
+        return self._ids(self._render(messages), self.chat_adds_bos)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the ids of a text in which nothing is a special token, whatever it spells, and no BOS before it."""
+        before = self.backend.encode_special_tokens
+        self.backend.encode_special_tokens = True
+        try:
+            return self.backend.encode(text, add_special_tokens=False).ids
+        finally:
+            self.backend.encode_special_tokens = before
+
+    def encode_around(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], list[int]]:
+        """Return the ids of a chat in two parts, cut where ``CUT`` stands in one of the messages.
+
+        Raises:
+          ValueError: as for ``encode_chat``, or the template does not show that place exactly once.
+        """
+        text = self._render(messages)
+        if text.count(CUT) != 1:
+            raise ValueError(
+                f"the chat template shows a message {text.count(CUT)} times, so nothing can be put into it; give raw "
+                "text: --raw"
+            )
+        head, tail = text.split(CUT)
+        return self._ids(head, self.chat_adds_bos), self._ids(tail, with_bos=False)
+
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
         if not self.fast.chat_template:
             raise ValueError("the tokenizer has no chat template; give raw text: --raw, or Tokenizer.encode")
         try:
@@ -147,13 +176,12 @@ class Tokenizer:
         except ImportError:
             raise ImportError("a chat template needs jinja2: install jinja2, or give raw text: --raw") from None
         try:
-            text = self.fast.apply_chat_template(
+            return self.fast.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
         except TemplateError as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ValueError(f"the chat template refuses the messages (roles: {roles}): {error}; try --raw") from error
-        return self._ids(text, self.chat_adds_bos)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids. Special tokens, and ids that the vocabulary lacks, give no text."""

@@ -72,7 +72,17 @@ class Rows(RuleBasedStateMachine):
 
     def new_row(self, tokens, continue_from=None):
         request = Request(tokens, continue_from=continue_from, keep=True)
-        row = Row(self.count, 0, request, 100, self.memory.root(""), list(tokens), time.perf_counter(), budget=BUDGET)
+        row = Row(
+            self.count,
+            0,
+            request,
+            100,
+            self.memory.root(""),
+            list(tokens),
+            time.perf_counter(),
+            time.perf_counter(),
+            budget=BUDGET,
+        )
         self.count += 1
         return row
 

@@ -18,13 +18,13 @@ CACHE = CacheConfig(blocks=200, context=256, rows=8, prefill_chunk=16, block_siz
 
 
 @functools.cache
-def weights(dtype="float32"):
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), init_weights(MODEL, seed=3))
+def weights(dtype="float32", model=MODEL):
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), init_weights(model, seed=3))
 
 
-def engine(cache=CACHE, poison=False, **options):
+def engine(cache=CACHE, poison=False, model=MODEL, **options):
     """Return a warm engine whose pool is NaN throughout if ``poison``."""
-    made = Engine(weights(), MODEL, cache, **{"eos_token_ids": (5,), **options})
+    made = Engine(weights(model=model), model, cache, **{"eos_token_ids": (5,), **options})
     made.warmup()
     if poison:
         made.device.pool = jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), made.device.pool)
@@ -70,6 +70,10 @@ def poison_what_nobody_may_read(made):
     for kept in made.memory.kept.values():
         for block in kept.blocks:
             holders[block] += 1
+    if made.documents is not None:
+        for job in made.documents._jobs.values():
+            for block in job.blocks:
+                holders[block] += 1
     assert holders[1:] == [made.blocks.holders(block) for block in range(1, len(names))]
     pages = jnp.asarray(mask)[:, None, :, None]
     made.device.pool = jax.tree.map(lambda page: jnp.where(pages, jnp.nan, page), made.device.pool)
