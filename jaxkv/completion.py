@@ -39,6 +39,11 @@ class Completion:
     continued_tokens: int
     history: str
     preemptions: int
+    documents: tuple[dict[str, Any], ...]
+    """What became of each document: ``name``, ``tokens``, ``source``, ``tokens_reused`` and ``tokens_recomputed``."""
+    first_token_seconds: float
+    full_prefill_seconds: float
+    """What a full prefill was predicted to take, where documents were blended; else 0."""
     blocks_returned: int
     blocks_dropped: int
     blocks_now: int

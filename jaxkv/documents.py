@@ -95,7 +95,8 @@ class Documents:
     def warmup(self) -> None:
         """Compile what blending needs, and measure how fast this machine prefills."""
         width, chunk, device = self._cache.table_width, self._cache.prefill_chunk, self._device
-        most = min(self._cache.context, width * self._cache.block_size)
+        # No prompt is longer than the context, or than the pool.
+        most = min(self._cache.context, self._cache.blocks * self._cache.block_size)
         device.pool = blend.warmup(self._weights, device.pool, width, chunk=chunk, most=most, **self._options)
         logits = np.zeros((1, self._model.vocab_size), np.float32)
         device.draw_again(logits, host_array(self._cache.rows), Sampling.idle(self._cache.rows))

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxkv import cli
-from jaxkv.prompts import Line, read
+from jaxkv.prompts import Line, documents, read
+from jaxkv.segments import REUSES
 
 if TYPE_CHECKING:
     from jaxkv.completion import Completion
     from jaxkv.compression import CompressionConfig
+    from jaxkv.encoding import PromptLike
     from jaxkv.llm import LLM
     from jaxkv.sampling import SamplingParams
+    from jaxkv.store import Store
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -32,6 +36,13 @@ def parser() -> argparse.ArgumentParser:
     add("--model", help="folder with safetensors, .gguf file or hub id (default: SmolLM2-135M-Instruct)")
     add("--prompt", "-p", action="append", metavar="TEXT", help="a prompt; repeat for a batch; - reads stdin")
     add("--prompts-file", metavar="FILE", help="prompts one a line, or JSONL objects with prompt or messages")
+    add(
+        "--document",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="read before each prompt, its KV stored and reused",
+    )
     add("--system-prompt", metavar="TEXT", help="the chat's system message")
     add("--raw", "--ignore-chat-template", action="store_true", help="tokenise prompts without a chat template")
     add = parser.add_argument_group("how to sample").add_argument
@@ -62,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     add("--kv-dtype", choices=DTYPES, default="auto", help="of the pool (default: float32 on a CPU, else the weights')")
     add("--implementation", metavar="NAME", help="kernels: xla, triton, mosaic_gpu, mosaic_tpu (default: by platform)")
     _add_compression(parser.add_argument_group("compression"))
+    _add_documents(parser.add_argument_group("documents"))
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object a request on stdout, and nothing else there")
     add("--plot", metavar="FILE", help="draw blocks held against tokens generated: .png, .svg or .pdf")
@@ -87,6 +99,19 @@ def _add_compression(group: Any) -> None:
     add("--compact-prefill", action="store_true", default=None, help="compact a long prompt between its chunks")
 
 
+def _add_documents(group: Any) -> None:
+    add = group.add_argument
+    add("--reuse", choices=REUSES, default="blend", help="their KV anywhere (blend, default), as a prefix, or never")
+    add("--recompute-ratio", type=_ratio, metavar="X", help="share of their tokens that is recomputed, or auto (0.15)")
+    add("--store", metavar="DIR", help="keep their KV in this folder, for later runs")
+    add("--store-memory", metavar="SIZE", help="most host memory for it (default: 1G)")
+    add("--store-disk", metavar="SIZE", help="most bytes of the folder (default: 10G)")
+
+
+def _ratio(text: str) -> float | str:
+    return text if text == "auto" else float(text)
+
+
 def _budget(text: str) -> int | float:
     try:
         return int(text)
@@ -102,11 +127,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     lines = read(args.prompt or [], args.prompts_file)
-    prompts, params, compression = [line.prompt for line in lines], _params(args, lines), _compression(args)
-    from jaxkv import plots, sizing
-    from jaxkv.llm import LLM
+    prompts = documents(lines, args.document, args.reuse)
+    params, compression = _params(args, lines), _compression(args)
+    from jaxkv import sizing
 
     memory = None if args.pool_memory is None else sizing.parse_bytes(args.pool_memory)
+    with _store(args) as store:
+        _complete(args, prompts, params, compression, memory, store)
+
+
+def _complete(
+    args: argparse.Namespace,
+    prompts: Sequence[PromptLike],
+    params: Sequence[SamplingParams],
+    compression: CompressionConfig,
+    memory: int | None,
+    store: Store | None,
+) -> None:
+    from jaxkv import plots
+    from jaxkv.llm import LLM
+
     if args.plot is not None:
         plots.check(args.plot)
     cli.keep_compiled_programs()
@@ -126,6 +166,8 @@ def _run(args: argparse.Namespace) -> None:
             context=args.context,
             compression=compression,
             implementation=args.implementation,
+            store=store,
+            **({} if args.recompute_ratio is None else {"recompute_ratio": args.recompute_ratio}),
         )
         if llm.context > llm.config.context and not args.quiet:
             print(
@@ -145,6 +187,26 @@ def _run(args: argparse.Namespace) -> None:
         plots.blocks_held(completions, args.plot)
     if not args.quiet:
         _report(completions, llm, args.json)
+
+
+@contextlib.contextmanager
+def _store(args: argparse.Namespace) -> Iterator[Store | None]:
+    """Give the store that documents need, and close it when all of it is written; None without documents."""
+    names = ("store", "store_memory", "store_disk", "recompute_ratio")
+    given = [name.replace("_", "-") for name in names if getattr(args, name) is not None]
+    if not args.document:
+        if given:
+            raise ValueError(f"--{given[0]} is for documents; give --document FILE, or leave it out")
+        yield None
+        return
+    if args.store_disk is not None and args.store is None:
+        raise ValueError("--store-disk needs a folder; give --store DIR")
+    from jaxkv.sizing import parse_bytes
+    from jaxkv.store import Store
+
+    disk = parse_bytes(args.store_disk or "10G") if args.store is not None else 0
+    with Store(args.store, memory=parse_bytes(args.store_memory or "1G"), disk=disk) as store:
+        yield store
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -283,6 +345,16 @@ def _footer(done: Completion) -> str:
             f"{done.tokens_evicted} of {done.position} tokens evicted, {done.blocks_returned} blocks returned, "
             f"{done.blocks_peak_uncompressed} blocks at the peak without"
         )
+    if done.documents:
+        known = "; ".join(
+            f"{one['name']}: {one['source']}, {one['tokens_reused']} of {one['tokens']} tokens reused, "
+            f"{one['tokens_recomputed']} computed"
+            for one in done.documents
+        )
+        text += f"; first token after {done.first_token_seconds:.2f} s"
+        if done.full_prefill_seconds:
+            text += f" (full prefill: predicted {done.full_prefill_seconds:.2f} s)"
+        text += f"; documents: {known}"
     if done.preemptions:
         text += f"; gave way to older requests {done.preemptions} times"
     if done.logprobs:

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
-import re
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from jaxkv import sizing, weights
+from jaxkv import cli, sizing, weights
+from jaxkv.blend import RATIO
 from jaxkv.completion import Completion, Delta, RunningText
 from jaxkv.compression import CompressionConfig
 from jaxkv.config import CacheConfig
+from jaxkv.documents import DocumentsConfig, Ratio
+from jaxkv.encoding import Plain, PromptLike, encode, plain
 from jaxkv.engine import Engine
 from jaxkv.pool import block_bytes
 from jaxkv.request import Report, Request, RequestError
 from jaxkv.sampling import SamplingParams
+from jaxkv.segments import Prompt
 from jaxkv.stats_packaged import query_stats
+from jaxkv.store import Store
 from jaxkv.terms import KEEP_EVERYTHING, Terms
 from jaxkv.text import TextStream
 from jaxkv.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""A text, token ids, or the messages of a chat."""
+from jaxkv.weights.digest import digest
 
 MOST_ROWS = 8
 """Rows of an engine whose size nobody chose."""
@@ -53,6 +54,9 @@ class LLM:
         takes its query statistics from ``compression.stats``: a file, ``online`` for each request's own, or None for
         those that come with the package.
       implementation: as for ``pallas_kernels.attend``.
+      store: where the KV of documents is; needed for prompts that have some. The caller closes it.
+      recompute_ratio: share of a document's tokens that is recomputed where its KV is reused, or ``auto``; see
+        ``jaxkv.documents``.
 
     Raises:
       ValueError: an option makes no sense, the model is not supported, or there are no query statistics for it.
@@ -74,6 +78,8 @@ class LLM:
         context: int | None = None,
         compression: CompressionConfig | None = None,
         implementation: pallas_kernels.Implementation | None = None,
+        store: Store | None = None,
+        recompute_ratio: Ratio = RATIO,
     ) -> None:
         if pool_blocks is not None and pool_memory is not None:
             raise ValueError(f"pool_blocks={pool_blocks} and pool_memory={pool_memory} both size the pool; give one")
@@ -89,6 +95,7 @@ class LLM:
             prefill_chunk=(128 if on_cpu else 512) if prefill_chunk is None else prefill_chunk,
         )
         pallas_kernels.candidates(implementation)
+        self._documents = None if store is None else DocumentsConfig(store, recompute_ratio)
         self._rows, self._pool_blocks, self._pool_memory = rows, pool_blocks, pool_memory
         self.implementation = implementation
         path = weights.locate(model)
@@ -97,6 +104,8 @@ class LLM:
         self._stats = query_stats(self.compression, weights.read_config(path))
         loaded = weights.read(path, jnp.dtype(dtype), quantize=quantize, packed=packed)
         self.config, self.weights, self.weights_report = loaded.config, loaded.weights, loaded.report
+        # Stored KV outlives the process, and belongs to these weights.
+        self._digest = "" if store is None else f"{digest(path, cli.cache_folder() / 'digests')} {dtype} {quantize}"
         self.tokenizer = Tokenizer.load(path)
         self._eos = self.tokenizer.eos_union(self.config.eos_token_ids)
         self.load_seconds = time.perf_counter() - start
@@ -110,36 +119,20 @@ class LLM:
         """Most tokens of prompt and answer."""
         return self._shape.context
 
-    def encode(self, prompt: Prompt, *, raw: bool = False, system_prompt: str | None = None) -> list[int]:
+    def encode(self, prompt: PromptLike, *, raw: bool = False, system_prompt: str | None = None) -> list[int]:
         """Return the token ids of a prompt.
 
         A text is one user message of a chat, after ``system_prompt``, unless ``raw``; then it is tokenised as it is.
 
         Raises:
-          RequestError: the prompt is none of the three, or has no place for what it is to be combined with.
+          RequestError: it is no prompt, or has no place for what it is to be combined with.
           ValueError: the tokenizer has no chat template, or its template refuses the messages.
         """
-        prompt = _plain(prompt)
-        if isinstance(prompt, str):
-            if not prompt.isascii() and (half := re.search("[\ud800-\udfff]", prompt)):
-                raise RequestError(f"the text has {half[0]!r}, which is no character; give text that was UTF-8")
-            if raw:
-                if system_prompt is not None:
-                    raise RequestError("a raw prompt has no place for a system prompt; write it into the prompt")
-                return self.tokenizer.encode(prompt)
-            system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-            return self.tokenizer.encode_chat([*system, {"role": "user", "content": prompt}])
-        if system_prompt is not None:
-            raise RequestError("a system prompt goes before a text; write it into the token ids or the messages")
-        if prompt and isinstance(prompt[0], dict):
-            if raw:
-                raise RequestError("messages need the chat template, which raw leaves out; give a text or token ids")
-            return self.tokenizer.encode_chat(prompt)
-        return prompt  # type: ignore[return-value]
+        return encode(self.tokenizer, prompt, raw=raw, system_prompt=system_prompt)[0]
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptLike | Sequence[PromptLike],
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         *,
         raw: bool = False,
@@ -149,7 +142,7 @@ class LLM:
         """Complete prompts and return them in order, the n continuations of a prompt one after the other.
 
         Args:
-          prompts: a list of prompts, or one text.
+          prompts: a list of prompts, or one text or ``Prompt``.
           params: for all prompts, or one for each.
           raw: tokenise texts as they are, without the chat template.
           system_prompt: put before each text as the chat's system message.
@@ -165,7 +158,7 @@ class LLM:
 
     def stream(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptLike | Sequence[PromptLike],
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         *,
         raw: bool = False,
@@ -184,7 +177,7 @@ class LLM:
     def _requests(
         self, prompts: Any, params: Any, raw: bool, system_prompt: str | None, compression: Any
     ) -> list[_Job]:
-        sources = [_plain(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        sources = [plain(prompt) for prompt in ([prompts] if isinstance(prompts, str | Prompt) else prompts)]
         if not sources:
             raise ValueError("there is no prompt; give at least one")
         every = _each("sampling params", params, SamplingParams, len(sources))
@@ -192,12 +185,12 @@ class LLM:
         jobs = []
         for at, (source, one) in enumerate(zip(sources, every, strict=True)):
             try:
-                ids = self.encode(source, raw=raw, system_prompt=system_prompt)
+                ids, spans = encode(self.tokenizer, source, raw=raw, system_prompt=system_prompt)
             except ValueError as error:
                 raise RequestError(f"prompt {at + 1} of {len(sources)}: {error}") from error
             texts = [RunningText(TextStream(self.tokenizer, one.stop, one.min_tokens)) for _ in range(one.n)]
             watch = texts[0].push if one.n == 1 else [text.push for text in texts]
-            jobs.append(_Job(source, Request(ids, one, own[at], watch), texts))
+            jobs.append(_Job(source, Request(ids, one, own[at], watch, segments=spans), texts))
         return jobs
 
     def engine(self, requests: Sequence[Request]) -> Engine:
@@ -269,7 +262,7 @@ class LLM:
         if text.stopped:
             report = dataclasses.replace(report, finish_reason="stop", reached_context=False)
         return Completion(
-            prompt=job.source,
+            prompt=job.source.question if isinstance(job.source, Prompt) else job.source,
             text=text.text,
             token_ids=list(text.token_ids),
             choice=choice,
@@ -326,6 +319,8 @@ class LLM:
                 compression=self.compression,
                 stats=self._stats,
                 implementation=self.implementation,
+                documents=self._documents,
+                weights_digest=self._digest,
             )
             self._compile_seconds = engine.warmup().seconds
             self._engine = engine
@@ -336,7 +331,7 @@ class LLM:
 class _Job:
     """A prompt as it was given, its request, and the texts that it becomes."""
 
-    source: str | list[int] | list[dict[str, str]]
+    source: Plain
     request: Request
     texts: list[RunningText]
 
@@ -347,19 +342,3 @@ def _each(name: str, given: Any, kind: Any, count: int) -> list[Any]:
     if len(every) != count:
         raise ValueError(f"{len(every)} {name} were given for {count} prompts")
     return every
-
-
-def _plain(prompt: Prompt) -> str | list[int] | list[dict[str, str]]:
-    """Return a prompt as JSON can hold it."""
-    if isinstance(prompt, str):
-        return prompt
-    parts: list[Any] = list(prompt) if isinstance(prompt, Iterable) else [None]
-    if all(isinstance(part, Mapping) for part in parts):
-        return [dict(part) for part in parts]
-    try:
-        return [operator.index(part) for part in parts]
-    except TypeError:
-        raise RequestError(
-            f"a prompt is a text, a list of token ids or a list of messages, and got {prompt!r:.80}; "
-            "one that is not a text stands in a list of prompts"
-        ) from None

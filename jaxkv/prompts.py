@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxkv.segments import Prompt, Reuse, Segment
+
 if TYPE_CHECKING:
-    from jaxkv.llm import Prompt
+    from jaxkv.encoding import PromptLike
 
 _NUMBER = (int, float)
 PER_REQUEST: dict[str, type | tuple[type, ...]] = {
@@ -35,7 +37,7 @@ PER_REQUEST: dict[str, type | tuple[type, ...]] = {
 class Line:
     """A prompt, what it sets for itself, and where it was read, which is empty for an option."""
 
-    prompt: Prompt
+    prompt: PromptLike
     own: dict[str, Any] = dataclasses.field(default_factory=dict)
     where: str = ""
 
@@ -60,6 +62,22 @@ def read(texts: Sequence[str], file: str | None) -> list[Line]:
     if not lines:
         raise ValueError("there is no prompt; give --prompt TEXT (- reads stdin) or --prompts-file FILE")
     return lines
+
+
+def documents(lines: Sequence[Line], files: Sequence[str], reuse: Reuse) -> list[PromptLike]:
+    """Return the prompts of lines, each with the same documents before it.
+
+    Raises:
+      ValueError: there are documents, and a prompt is no text that they could stand before.
+    """
+    if not files:
+        return [line.prompt for line in lines]
+    # A document ends with its own line, so that what follows it is tokenised alike behind any other.
+    segments = [Segment(_read(file).rstrip("\n") + "\n\n", reuse, Path(file).name) for file in files]
+    wrong = next((line for line in lines if not isinstance(line.prompt, str)), None)
+    if wrong is not None:
+        raise ValueError(f"{wrong.where}: documents stand before a text; give the prompt as one")
+    return [Prompt(segments, str(line.prompt)) for line in lines]
 
 
 def _read(name: str) -> str:
