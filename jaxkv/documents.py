@@ -127,8 +127,9 @@ class Documents:
             row.ratio = float(self.config.ratio)
         return not row.plain
 
-    def blend(self, row: Row) -> Any:
-        """Put a row's whole prompt into its blocks, which it has, and return the logits behind it, [1, V].
+    def blend(self, row: Row) -> tuple[Any, int] | None:
+        """Put a row's whole prompt into its blocks, which it has, and return the logits behind it, [1, V], and how many
+        of its tokens are as a prefill would have them.
 
         Where the store has lost what it had, None: the row is prefilled as any other.
         """
@@ -160,7 +161,7 @@ class Documents:
             tiers = {span: "computed" if view is None else view.tier for span, view in zip(spans, views, strict=True)}
         self._tell(row, {s: "host" if tier == "memory" else tier for s, tier in tiers.items()}, selected + row.length)
         row.full_prefill_seconds = self._full_seconds(layout)
-        return out.logits
+        return out.logits, row.length + layout.clean
 
     def computed(self, row: Row) -> None:
         """Say what became of the documents of a row that was prefilled as any other, and have them stored."""

@@ -161,17 +161,45 @@ def forward(
         stores and attends as it sees fit; ``out`` is ``[B, T, H, D]``.
       state: what the first call gets; usually the pool.
     """
-    x = jnp.take(weights.embedding, tokens, axis=0, mode="clip")
+    x = embed(weights, tokens)
     cos, sin = rope.rotation(config.rope, config.head_dim, positions)
     for index, layer in enumerate(weights.layers):
         with jax.named_scope(f"layer{index}"):
-            heads = _project(layer, config, rms_norm(x, layer.attention_norm, config.norm_eps), cos, sin)
-            with jax.named_scope("attend"):
-                state, out = attend(state, index, heads)
-            out = out.reshape(*x.shape[:-1], config.heads * config.head_dim).astype(x.dtype)
-            x = x + _affine(layer.o, layer.o_bias, out)
-            x = x + _mlp(layer, rms_norm(x, layer.mlp_norm, config.norm_eps))
+            state, x = decoder_layer(layer, config, x, cos, sin, attend, state, index)
     return state, rms_norm(x, weights.final_norm, config.norm_eps)
+
+
+def embed(weights: Weights, tokens: Int[Array, "*R"]) -> Float[Array, "*R E"]:
+    """Return the hidden vectors that the first layer gets."""
+    return jnp.take(weights.embedding, tokens, axis=0, mode="clip")
+
+
+def decoder_layer(
+    layer: Layer,
+    config: ModelConfig,
+    x: Float[Array, "B T E"],
+    cos: Float[Array, "B T F"],
+    sin: Float[Array, "B T F"],
+    attend: Attend[State],
+    state: State,
+    index: int,
+) -> tuple[State, Float[Array, "B T E"]]:
+    """Run one layer: a step of ``forward``, for those who go through a model layer by layer.
+
+    Args:
+      layer: its weights.
+      config: the model's shapes.
+      x: hidden vectors, as the layer before left them.
+      cos, sin: of ``rope.rotation``.
+      attend, state: as for ``forward``.
+      index: what ``attend`` is told that the layer's number is.
+    """
+    heads = _project(layer, config, rms_norm(x, layer.attention_norm, config.norm_eps), cos, sin)
+    with jax.named_scope("attend"):
+        state, out = attend(state, index, heads)
+    out = out.reshape(*x.shape[:-1], config.heads * config.head_dim).astype(x.dtype)
+    x = x + _affine(layer.o, layer.o_bias, out)
+    return state, x + _mlp(layer, rms_norm(x, layer.mlp_norm, config.norm_eps))
 
 
 def logits(weights: Weights, hidden: Float[Array, "*R E"]) -> Float[Array, "*R V"]:

@@ -114,9 +114,11 @@ class Prefill:
         if not self._scheduler.room(row, self._memory.missing(row, row.prompt_end)):
             return []
         self._memory.grow(row, row.prompt_end)
-        logits = self._documents.blend(row)
-        if logits is None:
+        blended = self._documents.blend(row)
+        if blended is None:
             return []
+        logits, row.length = blended
+        self._memory.note(row)
         row.length = row.position = row.prompt_end
         row.dirty = True
         token, logprob = self._draw([(0, row)], logits)

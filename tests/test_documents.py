@@ -113,6 +113,10 @@ def test_blended_blocks_are_found_by_nobody_and_a_clean_prefix_is_found_by_all(s
     (got,), (report,) = run(made, ask("cba", reuse="never"))
     # Of the blended prompt only the head's one full block is clean, and the first request has that too.
     assert report.cached_tokens == 4
+    run(made, ask("b", head=tokens(30, 50)))
+    (_,), (report,) = run(made, ask("a", reuse="never", head=tokens(30, 50)))
+    # What stands before the first document is clean, also where that is blended.
+    assert report.cached_tokens == 28
     assert got == plain(ask("cba"))
     (got,), (report,) = run(made, ask("abc"))
     # The first request was computed whole, so its prefix is there, without loss.
