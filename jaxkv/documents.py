@@ -158,6 +158,7 @@ class Documents:
                 self._device.pool, row.plain = error.pool, True
                 return None
             selected = self._device.read(out.selected)
+            selected = selected[selected >= 0]
             tiers = {span: "computed" if view is None else view.tier for span, view in zip(spans, views, strict=True)}
         self._tell(row, {s: "host" if tier == "memory" else tier for s, tier in tiers.items()}, selected + row.length)
         row.full_prefill_seconds = self._full_seconds(layout)

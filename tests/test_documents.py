@@ -128,6 +128,18 @@ def test_blended_blocks_are_found_by_nobody_and_a_clean_prefix_is_found_by_all(s
     assert got == plain(ask("ab"))
 
 
+def test_a_found_prefix_and_blended_documents_behind_it_are_told_apart(store):
+    made = engine(store)
+    run(made, ask("abc"))
+    (_,), (report,) = run(made, ask("acb"))
+    # The head and the first document are in the pool but for the last tokens, whose block the second begins in.
+    assert report.cached_tokens == 44
+    assert [(d.source, d.tokens_reused, d.tokens_recomputed) for d in report.documents[:1]] == [("host", 39, 1)]
+    assert [d.source for d in report.documents] == ["host"] * 3
+    assert all(0 <= d.tokens_recomputed <= d.tokens for d in report.documents)
+    assert sum(d.tokens_recomputed for d in report.documents) == -(-15 * (1 + 31 + 23) // 100)
+
+
 def test_documents_of_any_length_and_twice(store):
     made = engine(store, 0.3)
     for names in (["one", "empty", "a"], ["a", "one", "a", "empty"], ["empty"], ["one"]):
