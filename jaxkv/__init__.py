@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from jaxkv.request import Request as Request
     from jaxkv.request import RequestError as RequestError
     from jaxkv.sampling import SamplingParams as SamplingParams
+    from jaxkv.segments import Prompt as Prompt
+    from jaxkv.segments import Segment as Segment
+    from jaxkv.store import Store as Store
 
 __version__ = "0.1.0"
 
@@ -28,10 +31,13 @@ _HOMES = {
     "KVPool": "pool",
     "LLM": "llm",
     "ModelConfig": "config",
+    "Prompt": "segments",
     "Request": "request",
     "RequestError": "request",
     "RopeConfig": "config",
     "SamplingParams": "sampling",
+    "Segment": "segments",
+    "Store": "store",
 }
 
 __all__ = ["__version__", *_HOMES]

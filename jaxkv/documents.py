@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,10 +22,9 @@ from jaxkv.memory import Memory
 from jaxkv.model import Weights
 from jaxkv.row import Row
 from jaxkv.sampling import Sampling
-from jaxkv.segments import Document, Span
+from jaxkv.segments import Document, Ratio, Span, check_ratio
 from jaxkv.store import Key, Store
 
-Ratio = float | Literal["auto"]
 DISK_BYTES_A_SECOND = 1e9
 """What a disk is taken to read until it has been seen reading."""
 
@@ -46,8 +45,7 @@ class DocumentsConfig:
     before: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.ratio != "auto" and not (isinstance(self.ratio, int | float) and 0 <= self.ratio <= 1):
-            raise ValueError(f"recompute ratio={self.ratio!r} must be from 0 to 1, or auto")
+        check_ratio(self.ratio)
 
 
 @dataclasses.dataclass
@@ -120,11 +118,12 @@ class Documents:
         spans = self._wanted(row)
         tiers = self.config.store.lookup([self._key(row, span) for span in spans])
         row.plain = not any(tiers)
-        if not row.plain and self.config.ratio == "auto":
+        ratio = self.config.ratio if row.request.recompute_ratio is None else row.request.recompute_ratio
+        if not row.plain and ratio == "auto":
             choice = self._choice(row, spans, tiers)
             row.plain, row.ratio = choice.full, choice.ratio
         elif not row.plain:
-            row.ratio = float(self.config.ratio)
+            row.ratio = float(ratio)
         return not row.plain
 
     def blend(self, row: Row) -> tuple[Any, int] | None:

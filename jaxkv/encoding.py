@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxkv.request import RequestError
-from jaxkv.segments import Prompt, Span
+from jaxkv.segments import Prompt, Segment, Span
 from jaxkv.tokenizer import CUT, Tokenizer
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]] | Prompt
@@ -39,8 +39,23 @@ def encode(
     if prompt and isinstance(prompt[0], dict):
         if raw:
             raise RequestError("messages need the chat template, which raw leaves out; give a text or token ids")
-        return tokenizer.encode_chat(prompt), ()  # type: ignore[arg-type]
+        return tokenizer.encode_chat(prompt), ()
     return prompt, ()  # type: ignore[return-value]
+
+
+def encode_documents(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], segments: Sequence[Segment]
+) -> tuple[list[int], tuple[Span, ...]]:
+    """Return the token ids of a chat whose last message begins with documents, and which of them these are.
+
+    Raises:
+      RequestError: the last message is not the user's.
+      ValueError: as for ``Tokenizer.encode_around``.
+    """
+    if not messages or messages[-1].get("role") != "user":
+        raise RequestError("documents stand before the user's last message; end the chat with one")
+    cut = [*messages[:-1], {**messages[-1], "content": CUT + messages[-1]["content"]}]
+    return _around(tokenizer, *tokenizer.encode_around(cut), segments)
 
 
 def plain(prompt: Any) -> Plain:
@@ -79,8 +94,14 @@ def _with_documents(
         head, tail = tokenizer.encode(""), tokenizer.encode_plain(prompt.question)
     else:
         head, tail = tokenizer.encode_around(_messages(CUT + prompt.question, system_prompt))
+    return _around(tokenizer, head, tail, prompt.segments)
+
+
+def _around(
+    tokenizer: Tokenizer, head: list[int], tail: list[int], segments: Sequence[Segment]
+) -> tuple[list[int], tuple[Span, ...]]:
     ids, spans = list(head), []
-    for segment in prompt.segments:
+    for segment in segments:
         if isinstance(segment.content, str):
             _check_text(segment.content)
             own = tokenizer.encode_plain(segment.content)

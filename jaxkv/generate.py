@@ -199,14 +199,19 @@ def _store(args: argparse.Namespace) -> Iterator[Store | None]:
             raise ValueError(f"--{given[0]} is for documents; give --document FILE, or leave it out")
         yield None
         return
+    with store_of(args) as store:
+        yield store
+
+
+def store_of(args: argparse.Namespace) -> Store:
+    """Return the store that ``--store``, ``--store-memory`` and ``--store-disk`` describe."""
     if args.store_disk is not None and args.store is None:
         raise ValueError("--store-disk needs a folder; give --store DIR")
     from jaxkv.sizing import parse_bytes
     from jaxkv.store import Store
 
     disk = parse_bytes(args.store_disk or "10G") if args.store is not None else 0
-    with Store(args.store, memory=parse_bytes(args.store_memory or "1G"), disk=disk) as store:
-        yield store
+    return Store(args.store, memory=parse_bytes(args.store_memory or "1G"), disk=disk)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------

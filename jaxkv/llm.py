@@ -16,13 +16,13 @@ from jaxkv.blend import RATIO
 from jaxkv.completion import Completion, Delta, RunningText
 from jaxkv.compression import CompressionConfig
 from jaxkv.config import CacheConfig
-from jaxkv.documents import DocumentsConfig, Ratio
+from jaxkv.documents import DocumentsConfig
 from jaxkv.encoding import Plain, PromptLike, encode, plain
 from jaxkv.engine import Engine
 from jaxkv.pool import block_bytes
 from jaxkv.request import Report, Request, RequestError
 from jaxkv.sampling import SamplingParams
-from jaxkv.segments import Prompt
+from jaxkv.segments import Prompt, Ratio
 from jaxkv.stats_packaged import query_stats
 from jaxkv.store import Store
 from jaxkv.terms import KEEP_EVERYTHING, Terms
@@ -193,6 +193,11 @@ class LLM:
             jobs.append(_Job(source, Request(ids, one, own[at], watch, segments=spans), texts))
         return jobs
 
+    @property
+    def has_store(self) -> bool:
+        """Whether prompts may have documents."""
+        return self._documents is not None
+
     def engine(self, requests: Sequence[Request]) -> Engine:
         """Return the engine that serves these requests, warm: the present one if it will do.
 
@@ -211,8 +216,8 @@ class LLM:
     def serving_engine(self) -> Engine:
         """Return a warm engine for requests that are not known yet.
 
-        It has the rows and the pool that were asked for. Without a size the pool has room for every row's whole context,
-        as far as memory goes; without rows there are 8.
+        It has the rows and the pool that were asked for. Without a size the pool has room for every row's whole
+        context, as far as memory goes; without rows there are 8.
         """
         rows = self._rows or MOST_ROWS
         shape = dataclasses.replace(self._shape, rows=rows)

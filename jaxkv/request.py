@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from jaxkv.compression import CompressionConfig
 from jaxkv.sampling import SamplingParams
-from jaxkv.segments import Document, Span
+from jaxkv.segments import Document, Ratio, Span
 
 Watch = Callable[[int], bool]
 
@@ -30,6 +30,7 @@ class Request:
       salt: only requests with the same salt find each other's blocks.
       keep: hold on to the row's blocks when it ends, so that another request can continue from it.
       segments: documents in the prompt, in order: parts whose KV may be blended. The engine needs a store for it.
+      recompute_ratio: share of the documents' tokens that is recomputed, or ``auto``; None is the engine's.
       continue_from: id of a kept request whose row this one goes on with: the prompt is what comes after its last
         token. Its budget holds on, so ``compression`` stays None.
     """
@@ -41,6 +42,7 @@ class Request:
     salt: str = ""
     keep: bool = False
     segments: tuple[Span, ...] = ()
+    recompute_ratio: Ratio | None = None
     continue_from: int | None = None
 
     def watcher(self, choice: int) -> Watch | None:

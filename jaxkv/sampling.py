@@ -38,11 +38,11 @@ class SamplingParams:
       stop_token_ids: tokens that end the text, besides the model's own.
       ignore_eos: do not stop at the model's end-of-text tokens.
       logprobs: report the log probability of each token under the model: before penalties, temperature and truncation.
-      n: how many continuations. They share the prompt's blocks; the one numbered i draws as one alone would with seed
-      + i. min_tokens: tokens before which no stop token and no stop string ends the text. presence_penalty: taken from
-      the logit of every token that was generated before. frequency_penalty: taken from a token's logit for each time
-      that it was generated. repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that
-      stand in the prompt or
+      n: how many continuations. They share the prompt's blocks; number i draws as one alone would with seed + i.
+      min_tokens: tokens before which no stop token and no stop string ends the text.
+      presence_penalty: taken from the logit of every token that was generated before.
+      frequency_penalty: taken from a token's logit for each time that it was generated.
+      repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that stand in the prompt or
         were generated (arXiv 1909.05858); 1 is none.
     """
 

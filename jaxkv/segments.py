@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 Reuse = Literal["blend", "exact", "never"]
+Ratio = float | Literal["auto"]
+"""Share of documents' tokens that is recomputed where their KV is reused, or what is predicted to be best."""
 REUSES: tuple[Reuse, ...] = get_args(Reuse)
+
+
+def check_ratio(ratio: object) -> None:
+    """Raise a ``ValueError`` for what is neither ``auto`` nor a share."""
+    known = ratio == "auto" or (isinstance(ratio, int | float) and not isinstance(ratio, bool) and 0 <= ratio <= 1)
+    if not known:
+        raise ValueError(f"recompute ratio={ratio!r} must be from 0 to 1, or auto")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +79,8 @@ class Document:
     """What became of a segment.
 
     Attributes:
-      source: ``pool``: it was part of a prefix there. ``host`` or ``disk``: where the store had it. ``computed``: its KV
-        was computed for this request.
+      source: ``pool``: it was part of a prefix there. ``host`` or ``disk``: where the store had it. ``computed``: its
+        KV was computed for this request.
       tokens_reused, tokens_recomputed: the first came out of that source for every layer; the others went through the
         layers after the check layer again, or all of them.
     """

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxkv.engine import Engine
     from jaxkv.llm import LLM
     from jaxkv.server.limits import Limits
+    from jaxkv.store import Store
 
 KEY_VARIABLE = "JAXKV_API_KEY"
 FAILED = 1
@@ -41,6 +42,15 @@ def parser() -> argparse.ArgumentParser:
     add("--api-key", metavar="KEY", help=f"that clients must send; {KEY_VARIABLE} keeps it out of the process list")
     _add_engine(parser.add_argument_group("the engine").add_argument)
     generate._add_compression(parser.add_argument_group("compression, unless a request says otherwise"))
+    add = parser.add_argument_group("documents").add_argument
+    add("--store", metavar="DIR", help="keep the KV of requests' documents in this folder, shared by processes")
+    add(
+        "--store-memory",
+        metavar="SIZE",
+        help="most host memory for it (default: 1G with --store; without both, none)",
+    )
+    add("--store-disk", metavar="SIZE", help="most bytes of the folder (default: 10G)")
+    add("--recompute-ratio", type=generate._ratio, metavar="X", help="unless a request says otherwise (default: 0.15)")
     add = parser.add_argument_group("limits").add_argument
     add("--max-body", default="2M", metavar="SIZE", help="of a request's body (default: %(default)s)")
     add("--max-prompt", type=int, metavar="N", help="tokens of a prompt (default: the context)")
@@ -85,10 +95,14 @@ def _run(args: argparse.Namespace) -> int:
     from jaxkv.server.connection import connection_class
 
     limits, key, compression = _limits(args), _key(args), generate._compression(args)
+    if not (args.store or args.store_memory) and (args.store_disk or args.recompute_ratio is not None):
+        raise ValueError("--store-disk and --recompute-ratio are for documents; give --store DIR or --store-memory")
     # The port first: that it is taken should not come out after minutes of loading.
-    with contextlib.closing(_listener(args.host, args.port)) as listener:
+    with contextlib.ExitStack() as ends:
+        listener = ends.enter_context(contextlib.closing(_listener(args.host, args.port)))
         cli.keep_compiled_programs()
-        llm, engine = _load(args, compression)
+        store = ends.enter_context(generate.store_of(args)) if args.store or args.store_memory else None
+        llm, engine = _load(args, compression, store)
         failures: list[bool] = []
 
         def failed() -> None:
@@ -192,7 +206,7 @@ def _listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _load(args: argparse.Namespace, compression: Any) -> tuple[LLM, Engine]:
+def _load(args: argparse.Namespace, compression: Any, store: Store | None) -> tuple[LLM, Engine]:
     from jaxkv import sizing
     from jaxkv.llm import LLM
 
@@ -212,6 +226,8 @@ def _load(args: argparse.Namespace, compression: Any) -> tuple[LLM, Engine]:
             context=args.context,
             compression=compression,
             implementation=args.implementation,
+            store=store,
+            **({} if args.recompute_ratio is None else {"recompute_ratio": args.recompute_ratio}),
         )
         progress.say("compiling")
         return llm, llm.serving_engine()

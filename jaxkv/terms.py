@@ -10,6 +10,7 @@ from jaxkv.dims import ceil_div
 from jaxkv.request import Request, RequestError
 from jaxkv.row import Kept, Row
 from jaxkv.sampling import STOP_IDS, Sampling
+from jaxkv.segments import check_ratio
 
 KEEP_EVERYTHING = CompressionConfig()
 _ENGINES_OWN = ("method", "mode", "offsets", "aggregation", "stats", "seed")
@@ -145,6 +146,13 @@ class Terms:
             raise RequestError(f"n={choices} continuations need a watch each; give a list of {choices}, or None")
         if past is not None and request.segments:
             raise RequestError("documents stand in a prompt that begins a text; a request that continues has none")
+        if request.recompute_ratio is not None:
+            if not request.segments:
+                raise RequestError("recompute_ratio is for documents, and the request has none; leave it out")
+            try:
+                check_ratio(request.recompute_ratio)
+            except ValueError as error:
+                raise RequestError(str(error)) from None
         at = 0
         for span in request.segments:
             if span.start < at or span.end > len(request.prompt):

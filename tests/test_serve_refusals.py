@@ -69,6 +69,7 @@ REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
     ({"jaxkv": {"documents": [{"name": "a", "text": "b"}]}}, 400, "jaxkv"),
     ({"jaxkv": {"recompute_ratio": 0.1}}, 400, "jaxkv"),
+    ({"jaxkv": {"documents": [], "recompute_ratio": 1.1}}, 400, "jaxkv"),
     ({"jaxkv": {"method": "h2o"}}, 400, "jaxkv"),
     ({"jaxkv": {"budget": 64}}, 400, "jaxkv"),
     ({"jaxkv": {"continue_from": "chatcmpl-0"}}, 400, "jaxkv"),

@@ -105,8 +105,8 @@ class Policy:
     """
 
     kind: str = struct.field(pytree_node=False, default="", kw_only=True)
-    """The class by name; set here. To jaxlib 0.10.2 two dataclasses of like fields are equal as pytrees, so without this a jitted
-    function now and then ran what had been compiled for another policy."""
+    """The class by name; set here. To jaxlib 0.10.2 two dataclasses of like fields are equal as pytrees, so without
+    this a jitted function now and then ran what had been compiled for another policy."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", f"{type(self).__module__}.{type(self).__qualname__}")

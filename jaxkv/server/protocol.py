@@ -50,8 +50,12 @@ class Extra(_Strict):
     continue_from: str | None = Field(
         default=None, description="id of a response to go on from; the prompt is what comes new"
     )
-    documents: list[Document] | None = None
-    recompute_ratio: float | None = None
+    documents: Annotated[list[Document], Field(max_length=256)] | None = Field(
+        default=None, description="texts before the prompt or the last message, whose KV is kept and reused"
+    )
+    recompute_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None, description="share of the documents' tokens that is computed again"
+    )
 
 
 class _Sampled(_Strict):

@@ -9,19 +9,22 @@ from collections.abc import Sequence
 
 from jaxkv.completion import RunningText
 from jaxkv.compression import CompressionConfig
+from jaxkv.encoding import encode, encode_documents
 from jaxkv.llm import LLM
 from jaxkv.request import Request
 from jaxkv.sampling import SamplingParams
+from jaxkv.segments import Prompt, Segment, Span
 from jaxkv.server.continuation import new_turn
 from jaxkv.server.errors import bad_request
 from jaxkv.server.limits import Limits
-from jaxkv.server.protocol import ChatRequest, CompletionRequest, Extra
+from jaxkv.server.protocol import ChatRequest, CompletionRequest, Document, Extra
 from jaxkv.server.worker import Kept
 from jaxkv.text import TextStream
 
 UNASKED = 16
 """Tokens of a completion that says nothing of ``max_tokens``: OpenAI's number."""
 Body = CompletionRequest | ChatRequest
+_Encoded = tuple[list[int], tuple[Span, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +46,13 @@ class Reader:
     def check(self, body: Body) -> None:
         """Raise an ``ApiError`` for what cannot be honoured, before any work is done."""
         extra = body.extra
-        for field in ("documents", "recompute_ratio"):
-            # Replaced where blending comes in.
-            if getattr(extra, field) is not None:
-                raise bad_request(f"jaxkv.{field} is not supported by this server; leave it out", "jaxkv")
+        if extra.documents is not None:
+            if not self.llm.has_store:
+                raise bad_request("jaxkv.documents: this server keeps no documents (--store, --store-memory)", "jaxkv")
+            if extra.continue_from is not None:
+                raise bad_request("jaxkv.documents stand in a prompt that begins a text, not one that goes on", "jaxkv")
+        elif extra.recompute_ratio is not None:
+            raise bad_request("jaxkv.recompute_ratio is for documents; leave it out", "jaxkv")
         if body.n > self.limits.n:
             raise bad_request(f"n={body.n} is more than the {self.limits.n} that this server allows", "n")
         if body.stream_options is not None and not body.stream:
@@ -76,8 +82,8 @@ class Reader:
             compression = self._compression(body.extra)
             seed = secrets.randbelow(2**32) if body.seed is None else body.seed
             return [
-                self._request(body, kept, prompt, compression, (seed + at * body.n) % 2**32)
-                for at, prompt in enumerate(prompts)
+                self._request(body, kept, prompt, spans, compression, (seed + at * body.n) % 2**32)
+                for at, (prompt, spans) in enumerate(prompts)
             ]
         except ValueError as error:
             raise bad_request(str(error)) from None
@@ -94,36 +100,48 @@ class Reader:
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
-    def _prompts(self, body: Body, kept: Kept | None) -> list[list[int]]:
+    def _prompts(self, body: Body, kept: Kept | None) -> list[_Encoded]:
+        documents = None if body.extra.documents is None else [_segment(one) for one in body.extra.documents]
         if isinstance(body, ChatRequest):
             messages = [message.plain() for message in body.messages]
-            prompts = [
-                self.llm.encode(messages)
-                if kept is None
-                else new_turn(self.llm.tokenizer, messages, last_token=kept.last_token)
-            ]
+            if documents is not None:
+                prompts: list[_Encoded] = [encode_documents(self.llm.tokenizer, messages, documents)]
+            elif kept is None:
+                prompts = [(self.llm.encode(messages), ())]
+            else:
+                prompts = [(new_turn(self.llm.tokenizer, messages, last_token=kept.last_token), ())]
             field = "messages"
         else:
-            prompts = [self._encode(one, kept) for one in body.prompts]
+            prompts = [self._encode(one, kept, documents) for one in body.prompts]
             field = "prompt"
         most = self.limits.prompt_tokens or self.llm.context
-        longest = max(map(len, prompts))
+        longest = max(len(prompt) for prompt, _ in prompts)
         if longest > most:
             raise bad_request(f"{field}: {longest} tokens are more than the {most} that this server takes", field)
         return prompts
 
-    def _encode(self, prompt: str | list[int], kept: Kept | None) -> list[int]:
+    def _encode(self, prompt: str | list[int], kept: Kept | None, documents: list[Segment] | None) -> _Encoded:
+        if documents is not None:
+            if isinstance(prompt, list):
+                raise bad_request("jaxkv.documents stand before a text; give the prompt as one", "prompt")
+            return encode(self.llm.tokenizer, Prompt(documents, prompt), raw=True)
         if isinstance(prompt, list):
-            return prompt
+            return prompt, ()
         if kept is None:
-            return self.llm.encode(prompt, raw=True)
+            return self.llm.encode(prompt, raw=True), ()
         # What goes on in the middle of a text has no BOS.
-        return self.llm.tokenizer.backend.encode(prompt, add_special_tokens=False).ids
+        return self.llm.tokenizer.backend.encode(prompt, add_special_tokens=False).ids, ()
 
     # -- options -------------------------------------------------------------------------------------------------
 
     def _request(
-        self, body: Body, kept: Kept | None, prompt: list[int], compression: CompressionConfig | None, seed: int
+        self,
+        body: Body,
+        kept: Kept | None,
+        prompt: list[int],
+        spans: tuple[Span, ...],
+        compression: CompressionConfig | None,
+        seed: int,
     ) -> Request:
         extra = body.extra
         room = self._room((0 if kept is None else kept.tokens) + len(prompt), compression)
@@ -152,6 +170,8 @@ class Reader:
             compression=compression,
             salt=salt,
             keep=extra.keep,
+            segments=spans,
+            recompute_ratio=extra.recompute_ratio,
             continue_from=None if kept is None else kept.request_id,
         )
 
@@ -179,6 +199,11 @@ class Reader:
                 f"jaxkv.method: this server compresses by {own.method} alone; leave it out, or ask for none", "jaxkv"
             )
         return own if extra.budget is None else dataclasses.replace(own, budget=extra.budget)
+
+
+def _segment(document: Document) -> Segment:
+    # A document ends with its own line, so that what follows it is tokenised alike behind any other.
+    return Segment(document.text.rstrip("\n") + "\n\n", name=document.name)
 
 
 def _check_chat(body: ChatRequest) -> None:

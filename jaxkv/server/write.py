@@ -117,7 +117,8 @@ class Writer:
     def _ours(self, report: Report) -> dict[str, Any]:
         if self._body.jaxkv is None:
             return {}
-        return {"jaxkv": {name: getattr(report, name) for name in _OURS}}
+        documents = [dataclasses.asdict(one) for one in report.documents]
+        return {"jaxkv": {**{name: getattr(report, name) for name in _OURS}, "documents": documents}}
 
     # -- logprobs and usage --------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands there."""
+"""The Python of the README and of the engine's page runs as it stands there."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[2] / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+ROOT = Path(__file__).parents[2]
+BLOCKS = [
+    block
+    for page in ("README.md", "docs/engine.md")
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+]
 
 
-@pytest.mark.parametrize("source", BLOCKS, ids=["llm", "trace"])
-def test_python_runs(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("source", BLOCKS, ids=["llm", "documents", "trace", "engine"])
+def test_python_runs(
+    source: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(compile(source, "README.md", "exec"), names)
     out, _ = capsys.readouterr()
