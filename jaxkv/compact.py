@@ -14,7 +14,7 @@ from jaxkv.compression import Mode
 from jaxkv.dims import Array, Bool, Int, ceil_div
 from jaxkv.policies.base import Cached, Observed, Policy
 from jaxkv.pool import KVPool
-from jaxkv.select import Budgets, newest, select
+from jaxkv.select import Budgets, Ranks, newest
 
 Pages = TypeVar("Pages")
 
@@ -166,13 +166,18 @@ def _compact_lanes(
     implementation: pallas_kernels.Implementation | None,
 ) -> KVPool:
     scored = [layer for layer in range(len(pool.k)) if layer not in sliding]
-    scores = []
-    with jax.named_scope("score"):
-        for layer in scored:
-            cached = Cached(pool.k[layer], pool.v[layer], table, length, position, layer, implementation)
-            scores.append(policy.score(cached, observed))
+    ranks = Ranks(mode)
+    held = length
+    for layer in scored:
+        with jax.named_scope("score"):
+            cached = Cached(pool.k[layer], pool.v[layer], table, held, position, layer, implementation)
+            score = policy.score(cached, observed)
+        with jax.named_scope("select"):
+            ranks = ranks.add(score, held, budgets)
+            # The next layer is scored after this one is ranked: the scores of all layers are as large as a row's pool.
+            held, ranks = lax.optimization_barrier((held, ranks))
     with jax.named_scope("select"):
-        keeps = select(scores, length, budgets, mode) if scored else ()
+        keeps = ranks.keep(length, budgets) if scored else ()
         groups = [(keep, scored if len(keeps) == 1 else [scored[i]]) for i, keep in enumerate(keeps)]
         if sliding:
             slots = table.shape[1] * pool.block_size

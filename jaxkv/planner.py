@@ -173,13 +173,13 @@ def cache(model: Facts, dtype: str, platform: str) -> Cache:
     )
 
 
-def temporaries(model: Facts, rows: int, slots: int, platform: str, packed: bool, compacts: bool) -> dict[str, int]:
+def temporaries(model: Facts, rows: int, context: int, platform: str, packed: bool, compacts: bool) -> dict[str, int]:
     """Return the bytes that each of the engine's programs takes beside weights and pool: its scratch, and what else
     goes in and comes out.
 
     Args:
       model, rows: the shapes, and B.
-      slots: most that a row holds.
+      context: tokens of a row at most.
       platform: gpu or tpu.
       packed: whether the layers' matrices are in 4 bits.
       compacts: whether rows are compacted.
@@ -201,10 +201,11 @@ def temporaries(model: Facts, rows: int, slots: int, platform: str, packed: bool
         "prefill": seen + max(chunk, least) + 4 * vocabulary,
     }
     if compacts:
-        # A float32 for each query head and slot, of all layers before any slot is ranked. A TPU pads a group to eight.
-        width = compaction_widths(ceil_div(slots, BLOCK_SIZE), BLOCK_SIZE)[-1] * BLOCK_SIZE
+        # A float32 for each query head and slot of one layer, and what is pooled and sorted of them. Warm-up runs the
+        # compaction at its widest. A TPU pads a group to eight.
+        width = compaction_widths(ceil_div(context, BLOCK_SIZE), BLOCK_SIZE)[-1] * BLOCK_SIZE
         heads = model.heads if platform == "gpu" else model.kv_heads * 8 * ceil_div(model.heads // model.kv_heads, 8)
-        found["compaction"] = 4 * rows * width * (model.layers_of("full") * heads + model.kv_heads)
+        found["compaction"] = 4 * rows * width * (heads + 4 * model.kv_heads)
     return found
 
 
@@ -293,7 +294,7 @@ class Plan:
             blocks += ceil_div(budget.b_row, BLOCK_SIZE)
         held = self.cache
         pool = held.slot * BLOCK_SIZE * (blocks + 1) + rows * held.row(tokens, 0)
-        scratch = temporaries(self.model, rows, slots, self.device.platform, self.weights == "int4", compacts)
+        scratch = temporaries(self.model, rows, self.tokens, self.device.platform, self.weights == "int4", compacts)
         return Sizes(weights_bytes(self.model, self.weights), pool, blocks, scratch, self.device.reserve)
 
     @property

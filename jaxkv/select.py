@@ -93,19 +93,41 @@ def select(
     Returns:
       One array for all layers, or one a layer with ``per_layer_head``. X is K, or 1 where all heads keep the same.
     """
-    ranks = [normalise(layer, length, budgets.oldest).max(axis=2) for layer in scores]
-    if mode == "per_layer_head":
-        return tuple(_pick(_nan_last(rank), length, budgets) for rank in ranks)
-    if mode == "union":
-        pooled = ranks[0]
-        for rank in ranks[1:]:
-            pooled = jnp.maximum(pooled, rank)
-        pooled = pooled.max(axis=1, keepdims=True)
-    else:
-        pooled = sum(ranks[1:], ranks[0]) / len(ranks)
-        if mode == "shared":
-            pooled = pooled.mean(axis=1, keepdims=True)
-    return (_pick(_nan_last(pooled), length, budgets),)
+    ranks = Ranks(mode)
+    for layer in scores:
+        ranks = ranks.add(layer, length, budgets)
+    return ranks.keep(length, budgets)
+
+
+@struct.dataclass
+class Ranks:
+    """Scores of layers, pooled over the G query heads of a KV head and, but for ``per_layer_head``, over layers too."""
+
+    mode: Mode = struct.field(pytree_node=False)
+    pooled: tuple[Float[Array, "B K S"], ...] = ()
+    layers: int = struct.field(pytree_node=False, default=0)
+
+    def add(self, scores: Float[Array, "B K G S"], length: Int[Array, "B"], budgets: Budgets) -> Ranks:
+        """Return them with those of one more layer."""
+        rank = normalise(scores, length, budgets.oldest).max(axis=2)
+        if self.mode == "per_layer_head" or not self.pooled:
+            pooled = (*self.pooled, rank)
+        else:
+            pooled = (jnp.maximum(self.pooled[0], rank) if self.mode == "union" else self.pooled[0] + rank,)
+        return self.replace(pooled=pooled, layers=self.layers + 1)  # type: ignore[attr-defined]
+
+    def keep(self, length: Int[Array, "B"], budgets: Budgets) -> tuple[Int[Array, "B X S"], ...]:
+        """Return the slots to keep; see ``select``."""
+        if self.mode == "per_layer_head":
+            return tuple(_pick(_nan_last(rank), length, budgets) for rank in self.pooled)
+        (pooled,) = self.pooled
+        if self.mode == "union":
+            pooled = pooled.max(axis=1, keepdims=True)
+        else:
+            pooled = pooled / self.layers
+            if self.mode == "shared":
+                pooled = pooled.mean(axis=1, keepdims=True)
+        return (_pick(_nan_last(pooled), length, budgets),)
 
 
 def newest(length: Int[Array, "B"], budgets: Budgets, slots: int) -> Int[Array, "B 1 S"]:

@@ -28,7 +28,6 @@ from jaxkv.compact import compaction_widths
 from jaxkv.compression import CompressionConfig
 from jaxkv.config import CacheConfig, ModelConfig, RopeConfig
 from jaxkv.decode import Chunk, Rows, compact_round, decode_round, prefill_chunk
-from jaxkv.dims import ceil_div
 from jaxkv.planner import GIB, Plan
 from jaxkv.policies.triattention import TriAttention
 from jaxkv.pool import KVPool
@@ -178,14 +177,12 @@ def _prefill(plan: Plan) -> tuple[Callable[..., Any], KVPool, Any, tuple[Any, ..
 
 
 def _compaction(plan: Plan) -> tuple[Callable[..., Any], KVPool, Any, tuple[Any, ...]]:
-    config, cache, budget = model_config(plan), _cache(plan), plan.budget
-    assert budget is not None
+    config, cache = model_config(plan), _cache(plan)
 
     def function(pool: Any, *args: Any) -> Any:
         return compact_round(pool, *args, mode="per_head", lanes=plan.rows)
 
-    held = ceil_div(budget.trigger, cache.block_size)
-    width = next(width for width in compaction_widths(cache.table_width, cache.block_size) if width >= held)
+    width = compaction_widths(cache.table_width, cache.block_size)[-1]
     rows, table = _array(plan.rows, dtype="int32"), _array(plan.rows, width, dtype="int32")
     budgets = Budgets(b_row=rows, interval=rows, window=rows, sinks=rows, pinned=rows)
     mean = _array(config.layers, config.heads, config.frequencies)
