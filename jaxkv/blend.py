@@ -138,15 +138,9 @@ def blend_prefill(
     hidden, slots, selected = blend_steps.select(hidden, ranks, kinds, computed, np.int32(layout.start))
     hidden = _through_layers(row, weights, hidden, slots, computed, static, watch)
     logits = blend_steps.finish(weights.replace(layers=()), hidden, computed, config=config)  # type: ignore[attr-defined]
-    return row.pool, BlendOutput(
-        logits=logits,
-        hidden=hidden,
-        selected=selected,
-        deviation=deviation,
-        computed=int(computed),
-        recomputed=recomputed,
-        reused=layout.eligible + layout.exact - recomputed,
-    )
+    reused = layout.eligible + layout.exact - recomputed
+    counts = {"computed": int(computed), "recomputed": recomputed, "reused": reused}
+    return row.pool, BlendOutput(logits=logits, hidden=hidden, selected=selected, deviation=deviation, **counts)
 
 
 def _through_layers(

@@ -160,6 +160,14 @@ def _copies(size: int, dry: bool) -> int:
     return 2 if dry else min(MOST_COPIES, max(1, ceil_div(FAR, size)))
 
 
+def _turns(seconds: float, implementation: str, dry: bool) -> int:
+    """Return how often to go through all copies, which takes so many seconds at best."""
+    if dry:
+        return 1
+    turns = math.ceil(TARGET_SECONDS / seconds)
+    return ceil_div(turns, SLOWER) if implementation.endswith("xla") else turns
+
+
 def _time(
     report: Report,
     section: str,
@@ -176,11 +184,8 @@ def _time(
     Returns:
       Whether it ran: False where the implementation does not serve.
     """
-    bandwidth = 1e9 * report.found["copy"]["copy_gb_per_second"]
-    floor = size / bandwidth
-    turns = 1 if dry else math.ceil(TARGET_SECONDS / (floor * copies))
-    if entry["implementation"].endswith("xla") and not dry:
-        turns = ceil_div(turns, SLOWER)
+    floor = size / (1e9 * report.found["copy"]["copy_gb_per_second"])
+    turns = _turns(floor * copies, entry["implementation"], dry)
 
     def program(carry: Any, *args: Any) -> Any:
         def turn(_: Any, carry: Any) -> Any:
