@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
+import sys
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
+MOST_MAPPINGS = 20_000
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -23,3 +28,18 @@ settings.register_profile(
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None, print_blob=True)
 settings.register_profile("deep", settings.get_profile("local"), max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "local"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_programs_go_with_their_module() -> Iterator[None]:
+    """Let go of compiled programs between modules when there are many.
+
+    Each takes several memory mappings, of which Linux gives a process 65,530: some thousands of programs, and the next
+    one that is loaded crashes.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    # Tests of tools that need no JAX do not load it for this.
+    if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
