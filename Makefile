@@ -81,5 +81,5 @@ $(VENV)/.demo-model: $(VENV)/pyvenv.cfg constraints.txt
 
 $(NEWEST)/.tests: $(NEWEST)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "Installing jaxkv with the newest JAX into $(NEWEST)"
-	@$(NEWEST)/bin/python $(INSTALL) -e '.[test]'
+	@$(NEWEST)/bin/python $(INSTALL) -e '.[plot,test]'
 	@touch $@
