@@ -36,7 +36,12 @@ FITS = [1, 2, 3]
         ([[{"role": "user", "content": "a"}]], {}, {"raw": True}, "prompt 1 of 1: messages need the chat template"),
         (["a", [{"role": "tool", "content": "a"}]], {}, {}, r"prompt 2 of 2: the chat template refuses .*no tools"),
         (["a", "b\udcff"], {}, {}, r"prompt 2 of 2: the text has '\\udcff', which is no character"),
-        (FITS, {}, {}, "a prompt is a text, a list of token ids, a list of messages or a Prompt, and got 1; one that is not a"),
+        (
+            FITS,
+            {},
+            {},
+            "a prompt is a text, a list of token ids, a list of messages or a Prompt, and got 1; one",
+        ),
         ([{"role": "user", "content": "a"}], {}, {}, "and got {'role': 'user', 'content': 'a'}; one that is not a"),
         ([[1.5]], {}, {}, r"and got \[1.5\]"),
         ([FITS], {"stop_token_ids": range(10, 18)}, {}, "prompt 1 of 1: 11 stop tokens are more than the 8"),
