@@ -90,8 +90,11 @@ class Memory:
         if row.dirty or not self._cache.prefix_cache:
             return
         for at in range(len(row.keys), row.length // size):
-            parent = row.keys[-1] if row.keys else row.root
-            row.keys.append(keys.block_key(parent, row.tokens[at * size : (at + 1) * size]))
+            if at < len(row.prompt_keys):
+                row.keys.append(row.prompt_keys[at])
+            else:
+                parent = row.keys[-1] if row.keys else row.root
+                row.keys.append(keys.block_key(parent, row.tokens[at * size : (at + 1) * size]))
             self.blocks.remember(row.blocks[at], row.keys[-1])
 
     # -- growing -------------------------------------------------------------------------------------------------
