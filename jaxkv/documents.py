@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from jaxkv.model import Weights
 from jaxkv.row import Row
 from jaxkv.sampling import Sampling
 from jaxkv.segments import Document, Ratio, Span, check_ratio
-from jaxkv.store import Key, Store
+from jaxkv.store import Key, LostError, Store, View
 
 DISK_BYTES_A_SECOND = 1e9
 """What a disk is taken to read until it has been seen reading."""
@@ -46,6 +47,15 @@ class DocumentsConfig:
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
+
+
+def _find_damage(views: Sequence[View | None]) -> None:
+    """Read what a failed blend left unread. Where one file is damaged others may be, and what is found now is stored
+    anew behind this prompt, rather than a document a request."""
+    for view in views:
+        with contextlib.suppress(LostError):
+            if view is not None:
+                view.arrays()
 
 
 @dataclasses.dataclass
@@ -155,6 +165,7 @@ class Documents:
                 )
             except blend.LoadError as error:
                 self._device.pool, row.plain = error.pool, True
+                _find_damage(views)
                 return None
             selected = self._device.read(out.selected)
             selected = selected[selected >= 0]
