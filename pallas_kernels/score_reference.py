@@ -79,9 +79,8 @@ def map_tiles(
     """
     rows, width = block_table.shape
     kv_heads, block = k_pages.shape[1], k_pages.shape[2]
-    padded = -(-width // Tile(block_table, kv_heads, block).blocks)
-    slots = Tile(block_table, kv_heads, block).slots
-    out = jnp.zeros((rows * kv_heads, groups, padded * slots), jnp.float32)
+    slots = Tile(block_table, length, kv_heads, block).held.shape[1]
+    out = jnp.zeros((rows * kv_heads, groups, slots), jnp.float32)
 
     def body(out: Array, k: Array, own: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(out, function(k, own), own[0], axis=2)
@@ -98,7 +97,7 @@ def fold_tiles(
     length: Int[Array, "B"],
 ) -> Carry:
     """Fold ``function(carry, keys, slots)`` over the tiles up to the longest row; the rest is as for ``map_tiles``."""
-    tile = Tile(block_table, k_pages.shape[1], k_pages.shape[2])
+    tile = Tile(block_table, length, k_pages.shape[1], k_pages.shape[2])
 
     def body(index: Array, carry: Carry) -> Carry:
         slots = index * tile.slots + jnp.arange(tile.slots)
