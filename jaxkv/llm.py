@@ -102,7 +102,8 @@ class LLM:
         start = time.perf_counter()
         self.compression = compression or KEEP_EVERYTHING
         self._stats = query_stats(self.compression, weights.read_config(path))
-        loaded = weights.read(path, jnp.dtype(dtype), quantize=quantize, packed=packed)
+        transpose = on_cpu and dtype == "float32"
+        loaded = weights.read(path, jnp.dtype(dtype), quantize=quantize, packed=packed, transpose=transpose)
         self.config, self.weights, self.weights_report = loaded.config, loaded.weights, loaded.report
         # Stored KV outlives the process, and belongs to these weights.
         self._digest = "" if store is None else f"{digest(path, cli.cache_folder() / 'digests')} {dtype} {quantize}"

@@ -1,4 +1,4 @@
-"""Matrices packed into 4 or 8 bits a weight, and the one ``linear`` that multiplies by them and by plain arrays.
+"""Matrices packed into 4 or 8 bits a weight, and the one ``linear`` that multiplies by them and by plain ones.
 
 Values are ``scale * q - minimum``, group by group along the input axis, and not ``scale * (q - zero)``: a minimum
 holds everything that is read here, and a zero point does not. GGUF's Q4_1 and Q4_K state a minimum that is no multiple
@@ -116,9 +116,29 @@ class Int8:
         return _nbytes(self)
 
 
+@struct.dataclass
+class Transposed:
+    """A plain matrix ``[O, X]`` that lies in memory input by input.
+
+    In float32 XLA:CPU multiplies 2 to 8 rows by one in two thirds of the time, and as fast as ever 1 row or 256.
+    """
+
+    values: Any  # float [X, O]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(O, X)``."""
+        return self.values.shape[1], self.values.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return int(self.values.nbytes)
+
+
 Packed = Int4 | Int8
 PackedT = TypeVar("PackedT", Int4, Int8, Packed)
-Matrix = Array | Int4 | Int8
+Matrix = Array | Int4 | Int8 | Transposed
 """What ``linear`` multiplies by: ``[O, X]``, plain or packed."""
 
 
@@ -135,6 +155,8 @@ def linear(weight: Matrix, x: Float[Array, "*R X"], dtype: Any = None) -> Float[
         out = pallas_kernels.int4_matmul(*args, units=weight.units, dtype=dtype)
     elif isinstance(weight, Int8):
         out = pallas_kernels.int8_matmul(rows, weight.q, weight.scale, units=weight.units, dtype=dtype)
+    elif isinstance(weight, Transposed):
+        out = jnp.dot(rows.astype(weight.values.dtype), weight.values, preferred_element_type=jnp.float32).astype(dtype)
     else:
         out = _product(weight, rows).astype(dtype)
     return out.reshape(*x.shape[:-1], weight.shape[0])
@@ -153,6 +175,12 @@ def _product(weight: Float[Array, "O X"], rows: Float[Array, "R X"]) -> Float[Ar
     if count == 1:
         rows = jnp.concatenate([rows, rows])
     return lax.dot_general(rows.astype(weight.dtype), weight, contract, preferred_element_type=jnp.float32)[:count]
+
+
+@jax.jit
+def transposed(matrix: Float[Array, "O X"]) -> Transposed:
+    """Return a plain matrix as it is multiplied by fastest on a CPU; see ``Transposed``."""
+    return Transposed(matrix.T)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -315,6 +343,11 @@ def abstract(weights: Any, kind: str, group: int | None = None) -> Any:
 def is_packed(leaf: Any) -> bool:
     """Whether something is a packed matrix: what ``jax.tree.map`` takes as ``is_leaf``."""
     return isinstance(leaf, Int4 | Int8)
+
+
+def is_matrix(leaf: Any) -> bool:
+    """Whether something is a matrix that is more than an array, or lies otherwise."""
+    return isinstance(leaf, Int4 | Int8 | Transposed)
 
 
 def _check_units(units: Any, groups: int, rest: tuple[int, ...]) -> None:

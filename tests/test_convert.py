@@ -16,7 +16,7 @@ import tiny_folder
 import tiny_tokenizers
 from safetensors.numpy import load_file, save_file
 
-from jaxkv import convert, model, weights
+from jaxkv import convert, model, quant, weights
 from jaxkv.llm import LLM
 from jaxkv.tokenizer import Tokenizer
 from jaxkv.weights import converted
@@ -87,6 +87,27 @@ def test_sixteen_bits_stay_sixteen_bits(source, tmp_path):
     assert {dtype for dtype, _ in described["arrays"].values()} == {"bfloat16"}
     for dtype in (jnp.float32, jnp.bfloat16):
         assert bits(weights.read(tmp_path / "out", dtype).weights) == bits(weights.read(folder, dtype).weights)
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_matrices_that_lie_by_input_are_the_same_ones(source, tmp_path, quantize):
+    plain = weights.read(source, quantize=quantize, packed=False)
+    turned = weights.read(source, quantize=quantize, packed=False, transpose=True)
+    convert.convert(source, tmp_path / "out", quantize=quantize)
+    restored = weights.read(tmp_path / "out", packed=False, transpose=True)
+    # What was turned is written as it was before.
+    (tmp_path / "again").mkdir()
+    converted.save(tmp_path / "again", turned.config, turned.weights)
+    assert bits(weights.read(tmp_path / "again").weights) == bits(plain.weights)
+    for loaded in (turned, restored):
+        kinds = {type(getattr(layer, name)) for layer in loaded.weights.layers for name in ("q", "k", "v", "o", "down")}
+        assert kinds == {quant.Transposed}
+        assert loaded.report.nbytes == plain.report.nbytes
+        back = jax.tree.map(
+            lambda x: x.values.T if isinstance(x, quant.Transposed) else x, loaded.weights, is_leaf=quant.is_matrix
+        )
+        assert bits(back) == bits(plain.weights)
+        np.testing.assert_allclose(logits(loaded), logits(plain), rtol=1e-4, atol=1e-5)
 
 
 def test_texts_are_the_same(source, tmp_path):

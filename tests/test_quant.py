@@ -111,6 +111,21 @@ def test_linear_equals_a_float64_product(form: str, rows: int) -> None:
     np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_a_matrix_that_lies_by_input_multiplies_as_the_plain_one_does(rows: int, dtype: Any) -> None:
+    matrix, x = jnp.asarray(drawn((48, 80), 1), dtype), jnp.asarray(drawn((rows, 80), 2), dtype)
+    turned = quant.transposed(matrix)
+    assert (turned.shape, turned.nbytes, turned.values.shape) == (matrix.shape, matrix.nbytes, (80, 48))
+    expected = np.asarray(x, np.float64) @ np.asarray(matrix, np.float64).T
+    with jax.default_matmul_precision("float32"):
+        wide = jax.jit(lambda *args: quant.linear(*args, jnp.float32))(turned, x)
+        own = jax.jit(quant.linear)(turned, x)
+    np.testing.assert_allclose(wide, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+    assert own.dtype == dtype
+    np.testing.assert_array_equal(own, wide.astype(dtype))
+
+
 def test_linear_keeps_leading_axes() -> None:
     matrix, x = FORMS["act-order"], drawn((6, 256))
     flat = quant.linear(matrix, jnp.asarray(x))

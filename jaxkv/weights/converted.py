@@ -56,8 +56,9 @@ def save(folder: Path, config: ModelConfig, weights: Weights) -> None:
       weights: arrays of NumPy or JAX, matrices of the layers packed or plain.
     """
     arrays, kinds = {}, {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(weights, is_leaf=quant.is_packed):
+    for path, found in jax.tree_util.tree_leaves_with_path(weights, is_leaf=quant.is_matrix):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
+        leaf = found.values.T if isinstance(found, quant.Transposed) else found
         if not quant.is_packed(leaf):
             arrays[name] = leaf
             continue
@@ -79,13 +80,16 @@ def save(folder: Path, config: ModelConfig, weights: Weights) -> None:
     (folder / DESCRIPTION).write_text(json.dumps(description, indent=1), encoding="utf-8")
 
 
-def load(folder: Path, dtype: np.dtype, packed: bool, mesh: Mesh | None = None) -> tuple[ModelConfig, Weights, Report]:
+def load(
+    folder: Path, dtype: np.dtype, packed: bool, transpose: bool = False, mesh: Mesh | None = None
+) -> tuple[ModelConfig, Weights, Report]:
     """Restore a folder.
 
     Args:
       folder: as ``save`` leaves it.
       dtype: of what is not packed.
       packed: whether packed matrices stay so.
+      transpose: whether those of the layers that are plain then become ``quant.Transposed``.
       mesh: where the arrays go, cut along its last axis: the outputs of a layer's first matrices and the inputs of its
         last ones, and the rows of embedding and head, where they can be divided; the rest is everywhere. None is the
         default device.
@@ -109,8 +113,9 @@ def load(folder: Path, dtype: np.dtype, packed: bool, mesh: Mesh | None = None) 
 
     def matrix_of(path: Any, shape: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
+        turn = quant.transposed if transpose and path[0].name == "layers" and len(shape.shape) == 2 else lambda x: x
         if name not in kinds:
-            return arrays.pop(name)
+            return turn(arrays.pop(name))
         kind = kinds[name]
         parts = {field.name: arrays.pop(f"{name}.{field.name}", None) for field in dataclasses.fields(_PACKED[kind])}
         matrix = _PACKED[kind](**parts)
@@ -118,7 +123,8 @@ def load(folder: Path, dtype: np.dtype, packed: bool, mesh: Mesh | None = None) 
             kept[kind] += 1
             return matrix
         plain[kind] += 1
-        return jax.device_put(fill(shape.shape, dtype, quant.host_values(matrix)), _place(mesh, name, "", shape.shape))
+        values = fill(shape.shape, dtype, quant.host_values(matrix))
+        return turn(jax.device_put(values, _place(mesh, name, "", shape.shape)))
 
     weights = jax.tree_util.tree_map_with_path(matrix_of, wanted)
     matrices = sum(leaf.ndim == 2 for leaf in jax.tree.leaves(wanted.layers))

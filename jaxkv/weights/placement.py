@@ -66,10 +66,14 @@ class Placer:
       dtype: of what is not packed.
       quantize: int4 or int8 to quantise plain matrices of the layers, or None.
       packed: whether matrices stay packed.
+      transpose: whether those of the layers that do not become ``quant.Transposed``.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: np.dtype, quantize: str | None, packed: bool) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: np.dtype, quantize: str | None, packed: bool, transpose: bool = False
+    ) -> None:
         self._checkpoint, self._dtype, self._quantize, self._packed = checkpoint, dtype, quantize, packed
+        self._transpose = transpose
         self._kept: collections.Counter[str] = collections.Counter()
         self._dequantized: collections.Counter[str] = collections.Counter()
         self._plain, self._left = 0, list[str]()
@@ -91,7 +95,8 @@ class Placer:
 
     def _array(self, path: Any, parameter: Parameter) -> Matrix:
         if path[0].name == "layers" and len(parameter.shape) == 2:
-            return jax.device_put(self._matrix(parameter))
+            matrix: Matrix = jax.device_put(self._matrix(parameter))
+            return quant.transposed(matrix) if self._transpose and not quant.is_packed(matrix) else matrix
         return jax.device_put(self._filled(parameter))
 
     def _matrix(self, parameter: Parameter) -> Any:
