@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     add("--quantize", choices=("int4", "int8"), help="round the layers' matrices of a float checkpoint")
     add("--kv-dtype", choices=DTYPES, default="auto", help="of the pool (default: float32 on a CPU, else the weights')")
     add("--implementation", metavar="NAME", help="kernels: xla, triton, mosaic_gpu, mosaic_tpu (default: by platform)")
-    _add_compression(parser.add_argument_group("compression"))
+    add_compression(parser.add_argument_group("compression"))
     _add_documents(parser.add_argument_group("documents"))
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object a request on stdout, and nothing else there")
@@ -81,7 +81,8 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_compression(group: Any) -> None:
+def add_compression(group: Any) -> None:
+    """Add the options that ``compression_of`` reads."""
     add = group.add_argument
     add(
         "--method",
@@ -102,13 +103,14 @@ def _add_compression(group: Any) -> None:
 def _add_documents(group: Any) -> None:
     add = group.add_argument
     add("--reuse", choices=REUSES, default="blend", help="their KV anywhere (blend, default), as a prefix, or never")
-    add("--recompute-ratio", type=_ratio, metavar="X", help="share of their tokens that is recomputed, or auto (0.15)")
+    add("--recompute-ratio", type=ratio, metavar="X", help="share of their tokens that is recomputed, or auto (0.15)")
     add("--store", metavar="DIR", help="keep their KV in this folder, for later runs")
     add("--store-memory", metavar="SIZE", help="most host memory for it (default: 1G)")
     add("--store-disk", metavar="SIZE", help="most bytes of the folder (default: 10G)")
 
 
-def _ratio(text: str) -> float | str:
+def ratio(text: str) -> float | str:
+    """Read ``--recompute-ratio``."""
     return text if text == "auto" else float(text)
 
 
@@ -128,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> None:
     lines = read(args.prompt or [], args.prompts_file)
     prompts = documents(lines, args.document, args.reuse)
-    params, compression = _params(args, lines), _compression(args)
+    params, compression = _params(args, lines), compression_of(args)
     from jaxkv import sizing
 
     memory = None if args.pool_memory is None else sizing.parse_bytes(args.pool_memory)
@@ -155,9 +157,9 @@ def _complete(
         progress.say("loading the model")
         llm = LLM(
             args.model,
-            dtype=_dtype(args.dtype),
+            dtype=dtype_of(args.dtype),
             quantize=args.quantize,
-            kv_dtype=_dtype(args.kv_dtype),
+            kv_dtype=dtype_of(args.kv_dtype),
             rows=args.rows,
             block_size=args.block_size,
             pool_blocks=args.pool_blocks,
@@ -246,7 +248,12 @@ def _params(args: argparse.Namespace, lines: list[Line]) -> list[SamplingParams]
     return params
 
 
-def _compression(args: argparse.Namespace) -> CompressionConfig:
+def compression_of(args: argparse.Namespace) -> CompressionConfig:
+    """Return what the options of ``add_compression`` ask for.
+
+    Raises:
+      ValueError: they make no sense together.
+    """
     from jaxkv.compression import CompressionConfig
 
     names = ("budget", "interval", "window", "sinks", "mode", "prompt_policy", "stats", "compact_prefill")
@@ -257,7 +264,8 @@ def _compression(args: argparse.Namespace) -> CompressionConfig:
     return CompressionConfig(method=args.method, **given)
 
 
-def _dtype(name: str) -> str | None:
+def dtype_of(name: str) -> str | None:
+    """Return what ``LLM`` takes for ``--dtype`` and ``--kv-dtype``."""
     return None if name == "auto" else name
 
 

@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=8000, metavar="N", help="to listen on; 0 takes any (default: %(default)s)")
     add("--api-key", metavar="KEY", help=f"that clients must send; {KEY_VARIABLE} keeps it out of the process list")
     _add_engine(parser.add_argument_group("the engine").add_argument)
-    generate._add_compression(parser.add_argument_group("compression, unless a request says otherwise"))
+    generate.add_compression(parser.add_argument_group("compression, unless a request says otherwise"))
     add = parser.add_argument_group("documents").add_argument
     add("--store", metavar="DIR", help="keep the KV of requests' documents in this folder, shared by processes")
     add(
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         help="most host memory for it (default: 1G with --store; without both, none)",
     )
     add("--store-disk", metavar="SIZE", help="most bytes of the folder (default: 10G)")
-    add("--recompute-ratio", type=generate._ratio, metavar="X", help="unless a request says otherwise (default: 0.15)")
+    add("--recompute-ratio", type=generate.ratio, metavar="X", help="unless a request says otherwise (default: 0.15)")
     add = parser.add_argument_group("limits").add_argument
     add("--max-body", default="2M", metavar="SIZE", help="of a request's body (default: %(default)s)")
     add("--max-prompt", type=int, metavar="N", help="tokens of a prompt (default: the context)")
@@ -94,7 +94,7 @@ def _run(args: argparse.Namespace) -> int:
     from jaxkv.server.app import Service, create_app
     from jaxkv.server.connection import connection_class
 
-    limits, key, compression = _limits(args), _key(args), generate._compression(args)
+    limits, key, compression = _limits(args), _key(args), generate.compression_of(args)
     if not (args.store or args.store_memory) and (args.store_disk or args.recompute_ratio is not None):
         raise ValueError("--store-disk and --recompute-ratio are for documents; give --store DIR or --store-memory")
     # The port first: that it is taken should not come out after minutes of loading.
@@ -215,9 +215,9 @@ def _load(args: argparse.Namespace, compression: Any, store: Store | None) -> tu
         progress.say("loading the model")
         llm = LLM(
             args.model,
-            dtype=generate._dtype(args.dtype),
+            dtype=generate.dtype_of(args.dtype),
             quantize=args.quantize,
-            kv_dtype=generate._dtype(args.kv_dtype),
+            kv_dtype=generate.dtype_of(args.kv_dtype),
             rows=args.rows,
             block_size=args.block_size,
             pool_blocks=args.pool_blocks,

@@ -133,7 +133,7 @@ class _ByteLevelDecoder:
         piece = None if token_id in self._special else self._piece(token_id)
         if not piece:
             return ""
-        letters = _byte_letters()
+        letters = byte_letters()
         try:
             raw = bytes([letters[letter] for letter in piece])
         except KeyError:  # an added token is spelled as itself
@@ -145,7 +145,7 @@ class _ByteLevelDecoder:
 
 
 @cache
-def _byte_letters() -> dict[str, int]:
+def byte_letters() -> dict[str, int]:
     """GPT-2's spelling of bytes: printable Latin-1 stands for itself, the others follow from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(0x100)) - set(printable))

@@ -18,28 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ahead_of_time import TARGETS, TPU_TARGETS
+from roofline_arithmetic import QWEN3_8B
 
 from jaxkv import model as models
-from jaxkv.config import CacheConfig, ModelConfig, RopeConfig
+from jaxkv.config import CacheConfig, ModelConfig
 from jaxkv.decode import Rows, decode_round
 from jaxkv.pool import KVPool
 from pallas_kernels import Implementation, device
 
-QWEN3_8B = ModelConfig(
-    "qwen3",
-    vocab_size=151936,
-    width=4096,
-    mlp_width=12288,
-    layers=36,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    norm_eps=1e-6,
-    context=40960,
-    rope=RopeConfig(theta=1e6),
-    qk_norm=True,
-    name="Qwen3-8B",
-)
 CONTEXT, BUDGET, INTERVAL = 32768, 3072, 128
 GIB = 2**30
 

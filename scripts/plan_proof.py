@@ -118,11 +118,11 @@ def row(plan: Plan, result: dict[str, Any]) -> str:
 def measure(plan: Plan, programs: list[str]) -> dict[str, Any]:
     """Compile some of the engine's programs for a plan; return bytes as the compiler and as the planner have them."""
     start, sizes = time.perf_counter(), plan.sizes(plan.rows, plan.tokens)
-    beside, copies, weights, pool = {}, [], 0, 0
+    beside, copies, weights, pool = {}, [], _bytes(_weights(plan)), 0
     for name in programs:
         with device.target(plan.device.kind):
             function, pool_shapes, weight_shapes, rest = _BUILDERS[name](plan)
-        weights, pool = max(weights, _bytes(weight_shapes)), pool_shapes.nbytes
+        pool = pool_shapes.nbytes
         given = (pool_shapes, *(() if weight_shapes is None else (weight_shapes,)), *rest)
         program = ahead_of_time.compile_for(plan.device.kind, function, *given, donate=(0,))
         memory = program.memory

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from jaxkv.text import _byte_letters
+from jaxkv.text import byte_letters
 from jaxkv.tokenizer import Tokenizer
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -30,7 +30,7 @@ class TokenText:
         if added is not None:
             return b"" if added.special else piece.encode()
         if self._byte_level:
-            return bytes(_byte_letters()[letter] for letter in piece)
+            return bytes(byte_letters()[letter] for letter in piece)
         byte = _BYTE_PIECE.fullmatch(piece)
         return bytes([int(byte[1], 16)]) if byte else piece.replace(_SPACE, " ").encode()
 
