@@ -55,7 +55,9 @@ class Prefill:
         """Prefill the oldest prompts, ``budget`` tokens rounded up to a call, and return the first tokens there are."""
         found: list[First] = []
         while budget > 0:
-            waiting = [row for row in self._scheduler.rows if not row.decoding]
+            # A row whose first token was found just now decodes as soon as the engine has taken that token.
+            begun = {one.row.order for one in found}
+            waiting = [row for row in self._scheduler.rows if not row.decoding and row.order not in begun]
             if not waiting:
                 break
             rows = waiting[: self._cache.prefill_rows]

@@ -47,6 +47,26 @@ def test_every_request_equals_its_solo_run_under_churn_and_poison(prefill_rows):
     assert max(r.queued_seconds for r in reports) > 0
 
 
+@pytest.mark.parametrize("prefill_rows", [1, 3])
+@pytest.mark.parametrize("step_tokens", [1, 40, 1000])
+def test_a_step_that_prefills_many_prompts_tells_each_first_token_once(step_tokens, prefill_rows):
+    rng = np.random.default_rng(4)
+    cache = dataclasses.replace(tiny.CACHE, prefill_rows=prefill_rows)
+    shapes = [(1, 5), (16, 1), (50, 12), (17, 9), (33, 1), (5, 20)]
+    requests = [request(rng, *shape, seed=i, temperature=0.9, ignore_eos=True) for i, shape in enumerate(shapes)]
+    forked = request(rng, 21, 7, seed=9, n=3, temperature=0.9, ignore_eos=True)
+    made = tiny.engine(cache, poison=True, step_tokens=step_tokens)
+    tokens, reports = tiny.run(made, [*requests, forked], tiny.poison_what_nobody_may_read)
+    for at, one in enumerate(requests):
+        assert tokens[at, 0] == tiny.drain(tiny.engine(cache), [one])[0][0]
+        assert reports[at, 0].generated_tokens == len(tokens[at, 0]) == one.params.max_tokens
+    for choice in range(3):
+        alone = dataclasses.replace(forked.params, n=1, seed=9 + choice)
+        assert tokens[6, choice] == tiny.drain(tiny.engine(cache), [dataclasses.replace(forked, params=alone)])[0][0]
+    assert made.totals.prompt_tokens - made.totals.cached_tokens <= sum(prompt for prompt, _ in shapes) + 21
+    assert made.blocks.in_use == 0
+
+
 def test_ragged_batch_with_the_longest_finishing_first_and_its_row_reused():
     rng = np.random.default_rng(8)
     prompts, answers = [100, 9, 41, 3, 77, 16, 17, 1], [2, 40, 35, 50, 30, 44, 38, 41]
