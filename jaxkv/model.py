@@ -26,8 +26,8 @@ State = TypeVar("State")
 
 @struct.dataclass
 class Layer:
-    """Weights of one decoder layer. Matrices are ``[out, in]``, as checkpoints keep them, plain or packed (see
-    ``jaxkv.quant``); None is absent.
+    """Weights of one decoder layer. Matrices are ``[out, in]``, as checkpoints keep them, plain, packed or lying the
+    other way (see ``jaxkv.quant``); None is absent.
     """
 
     attention_norm: Float[Array, "E"]

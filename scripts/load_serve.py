@@ -154,7 +154,10 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     headers = {"Authorization": f"Bearer {os.environ['JAXKV_API_KEY']}"} if "JAXKV_API_KEY" in os.environ else {}
-    model = httpx.get(args.url + "/v1/models", headers=headers).raise_for_status().json()["data"][0]["id"]
+    try:
+        model = httpx.get(args.url + "/v1/models", headers=headers).raise_for_status().json()["data"][0]["id"]
+    except httpx.HTTPError as error:
+        parser.error(f"no server answers at {args.url} ({error}); start one, or give --url, or its key in JAXKV_API_KEY")
     body = {
         "model": model,
         "messages": [{"role": "user", "content": args.prompt}],
