@@ -157,7 +157,7 @@ def main() -> int:
     try:
         model = httpx.get(args.url + "/v1/models", headers=headers).raise_for_status().json()["data"][0]["id"]
     except httpx.HTTPError as error:
-        parser.error(f"no server answers at {args.url} ({error}); start one, or give --url, or its key in JAXKV_API_KEY")
+        parser.error(f"no server answers at {args.url} ({error}); start one, give --url, or its key in JAXKV_API_KEY")
     body = {
         "model": model,
         "messages": [{"role": "user", "content": args.prompt}],
