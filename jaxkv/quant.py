@@ -139,7 +139,7 @@ class Transposed:
 Packed = Int4 | Int8
 PackedT = TypeVar("PackedT", Int4, Int8, Packed)
 Matrix = Array | Int4 | Int8 | Transposed
-"""What ``linear`` multiplies by: ``[O, X]``, plain or packed."""
+"""What ``linear`` multiplies by: ``[O, X]``, plain, packed or lying the other way."""
 
 
 def linear(weight: Matrix, x: Float[Array, "*R X"], dtype: Any = None) -> Float[Array, "*R O"]:
