@@ -107,15 +107,16 @@ def load(
         # What is written out plain passes through the host.
         place = None if matrix in kinds and not packed else _place(mesh, matrix if whole else name, whole, shape)
         target[name] = jax.ShapeDtypeStruct(tuple(shape), np.dtype(stored) if whole else dtype, sharding=place)
-    arrays = _restore(folder, target)
+    plain_ones = {name for name in target if name.startswith("layers.") and name.rpartition(".")[0] not in kinds}
+    matrices = {name for name in plain_ones if len(target[name].shape) == 2}
+    arrays = _restore(folder, target, matrices if transpose else set())
     kept: collections.Counter[str] = collections.Counter()
     plain: collections.Counter[str] = collections.Counter()
 
     def matrix_of(path: Any, shape: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        turn = quant.transposed if transpose and path[0].name == "layers" and len(shape.shape) == 2 else lambda x: x
         if name not in kinds:
-            return turn(arrays.pop(name))
+            return arrays.pop(name)
         kind = kinds[name]
         parts = {field.name: arrays.pop(f"{name}.{field.name}", None) for field in dataclasses.fields(_PACKED[kind])}
         matrix = _PACKED[kind](**parts)
@@ -124,15 +125,16 @@ def load(
             return matrix
         plain[kind] += 1
         values = fill(shape.shape, dtype, quant.host_values(matrix))
-        return turn(jax.device_put(values, _place(mesh, name, "", shape.shape)))
+        matrix = jax.device_put(values, _place(mesh, name, "", shape.shape))
+        return quant.transposed(matrix) if transpose else matrix
 
     weights = jax.tree_util.tree_map_with_path(matrix_of, wanted)
-    matrices = sum(leaf.ndim == 2 for leaf in jax.tree.leaves(wanted.layers))
+    count = sum(leaf.ndim == 2 for leaf in jax.tree.leaves(wanted.layers))
     report = Report(
         dtype=dtype.name,
         kept=dict(kept),
         dequantized=dict(plain),
-        plain=matrices - len(kinds),
+        plain=count - len(kinds),
         left=(),
         packs=packed,
         nbytes=sum(leaf.nbytes for leaf in jax.tree.leaves(weights)),
@@ -140,8 +142,8 @@ def load(
     return config, weights, report
 
 
-def _restore(folder: Path, target: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """Return the arrays, some at a time: all at once would be held twice on the way."""
+def _restore(folder: Path, target: Mapping[str, jax.ShapeDtypeStruct], turned: set[str]) -> dict[str, Any]:
+    """Return the arrays, those of some names transposed. Some are read at a time: all at once would be held twice."""
     import orbax.checkpoint as ocp
 
     sizes = {name: math.prod(leaf.shape) * leaf.dtype.itemsize for name, leaf in target.items()}
@@ -158,7 +160,11 @@ def _restore(folder: Path, target: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
         for group in groups:
             how = ocp.checkpoint_utils.construct_restore_args(group)
             args = ocp.args.PyTreeRestore(item=group, restore_args=how, partial_restore=True)
-            found.update(checkpointer.restore((folder / ARRAYS).resolve(), args=args))
+            arrays = checkpointer.restore((folder / ARRAYS).resolve(), args=args)
+            for name in turned & arrays.keys():
+                # While the next ones are read.
+                arrays[name] = quant.transposed(arrays[name])
+            found.update(arrays)
     return found
 
 
